@@ -1,0 +1,1 @@
+"""Golden vectors: immutable evidence, one folder per component."""

@@ -1,0 +1,300 @@
+"""Group quantisers and their inverse, by exact or correctly rounded fp32 operations on whole groups.
+
+Nothing is summed: bytes do not depend on the batch, the launch or the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from . import require_runnable
+
+SCALE_DTYPES = {"ue8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "f32": torch.float32}
+CODE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantLaunch:
+    """Groups a program takes. It changes no result."""
+
+    groups: int
+    num_warps: int = 4
+
+
+def quant_launch(group: int) -> QuantLaunch:
+    """About 2048 elements a program, whatever the batch and the device."""
+    return QuantLaunch(groups=max(1, 2048 // group))
+
+
+@triton.jit
+def store_scale(amax, floor, sf_ptrs, mask, MAX: tl.constexpr, SCALE: tl.constexpr):
+    """Write the scales of `amax`; return the fp32 values that the bytes stand for."""
+    exact = tl.div_rn(tl.maximum(amax, floor), MAX)
+    if SCALE == "ue8m0":
+        # up to a power of two by the exponent field; exact is a normal number, the floor sees to it
+        byte = ((exact.to(tl.int32, bitcast=True) - 1) >> 23) + 1
+        tl.store(sf_ptrs, byte.to(tl.uint8), mask=mask)
+        scale = (byte << 23).to(tl.float32, bitcast=True)
+    elif SCALE == "e4m3":
+        narrow = tl.minimum(exact, 448.0).to(tl.float8e4nv)
+        tl.store(sf_ptrs, narrow, mask=mask)
+        scale = narrow.to(tl.float32)
+    else:
+        tl.store(sf_ptrs, exact, mask=mask)
+        scale = exact
+    return scale
+
+
+@triton.jit
+def e4m3_codes(x, scale):
+    """x / scale as e4m3; clamped first, because a cast beyond ±448 is NaN on some devices."""
+    return tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def e2m1_codes(x, scale):
+    """x / scale as an e2m1 code 0 … 15: midpoints go to the code with an even mantissa bit, zero keeps its sign."""
+    value = tl.div_rn(x, scale)
+    size = tl.abs(value)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    sign = (value.to(tl.int32, bitcast=True) >> 31) & 1
+    return code | (sign << 3)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr,
+    codes_ptr,
+    sf_ptr,
+    num_groups,
+    groups_per_row,
+    stride_xt,
+    stride_xm,
+    floor,
+    GROUP: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    MAX: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    # 1. which groups: they are numbered through all rows
+    group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    in_range = group < num_groups
+    x_ptrs = x_ptr + (group // groups_per_row) * stride_xt + (group % groups_per_row) * GROUP * stride_xm
+    if CODE == "e2m1":
+        # 2. even and odd elements apart, since two of them share a byte
+        pair = tl.arange(0, GROUP // 2)
+        even_ptrs = x_ptrs[:, None] + (2 * pair).to(tl.int64)[None, :] * stride_xm
+        even = tl.load(even_ptrs, mask=in_range[:, None], other=0.0).to(tl.float32)
+        odd = tl.load(even_ptrs + stride_xm, mask=in_range[:, None], other=0.0).to(tl.float32)
+        amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
+        scale = store_scale(amax, floor, sf_ptr + group, in_range, MAX, SCALE)
+        # 3. codes, the even element in the low nibble
+        byte = e2m1_codes(even, scale[:, None]) | (e2m1_codes(odd, scale[:, None]) << 4)
+        code_ptrs = codes_ptr + group[:, None] * (GROUP // 2) + pair[None, :]
+        tl.store(code_ptrs, byte.to(tl.uint8), mask=in_range[:, None])
+    else:
+        item = tl.arange(0, GROUP)
+        x_ptrs = x_ptrs[:, None] + item.to(tl.int64)[None, :] * stride_xm
+        x = tl.load(x_ptrs, mask=in_range[:, None], other=0.0).to(tl.float32)
+        scale = store_scale(tl.max(tl.abs(x), axis=1), floor, sf_ptr + group, in_range, MAX, SCALE)
+        code_ptrs = codes_ptr + group[:, None] * GROUP + item[None, :]
+        tl.store(code_ptrs, e4m3_codes(x, scale[:, None]), mask=in_range[:, None])
+
+
+@triton.jit
+def _quantize_blocks(
+    x_ptr,
+    codes_ptr,
+    sf_ptr,
+    num_rows,
+    num_columns,
+    stride_xt,
+    stride_xm,
+    floor,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAX: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    # one program a block; what hangs over the edge counts as zero
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    x_ptrs = x_ptr + row[:, None] * stride_xt + column[None, :] * stride_xm
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    amax = tl.max(tl.max(tl.abs(x), axis=1, keep_dims=True), axis=0, keep_dims=True)
+    block = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    sf_ptrs = sf_ptr + block + tl.zeros([1, 1], tl.int64)
+    scale = store_scale(amax, floor, sf_ptrs, tl.full([1, 1], 1, tl.int1), MAX, SCALE)
+    tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], e4m3_codes(x, scale), mask=mask)
+
+
+@triton.jit
+def _dequantize(
+    codes_ptr,
+    sf_ptr,
+    x_ptr,
+    num_rows,
+    num_columns,
+    stride_ct,
+    stride_cm,
+    stride_st,
+    stride_sg,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    mask = (row < num_rows) & (column < num_columns)
+    # 1. scales
+    raw = tl.load(sf_ptr + (row // ROWS) * stride_st + (column // GROUP) * stride_sg, mask=mask, other=0.0)
+    if SCALE == "ue8m0":
+        byte = raw.to(tl.int32)
+        # byte 0 is the subnormal 2^-127 and byte 255 is NaN: neither is its shifted exponent field
+        bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = raw.to(tl.float32)
+    # 2. elements
+    if CODE == "e2m1":
+        byte = tl.load(codes_ptr + row * stride_ct + (column // 2) * stride_cm, mask=mask, other=0).to(tl.int32)
+        nibble = (byte >> ((column % 2) * 4).to(tl.int32)) & 15
+        size = nibble & 7
+        # codes 0 and 1 are 0 and 0.5; from 2 on a code is exponent and mantissa bit of an fp32 number
+        normal = (((size >> 1) + 126) << 23) | ((size & 1) << 22)
+        bits = tl.where(size == 0, 0, tl.where(size == 1, 0x3F000000, normal)) | ((nibble >> 3) << 31)
+        x = bits.to(tl.float32, bitcast=True)
+    else:
+        x = tl.load(codes_ptr + row * stride_ct + column * stride_cm, mask=mask, other=0.0).to(tl.float32)
+    # 3. the only rounding
+    tl.store(x_ptr + row * num_columns + column, (x * scale).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+def quantize(
+    x_tm: torch.Tensor,
+    *,
+    rows: int,
+    group: int,
+    code: str,
+    scale: str,
+    max_value: float,
+    amax_floor: float,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of `rows` × `group` blocks; `code` and `scale` name the formats as `QuantFormat` does.
+
+    Raises:
+        NotImplementedError: rows or group is no power of two, or e2m1 codes are asked for blocks of several rows.
+        ValueError: an `out` buffer has another shape or is not contiguous.
+        TypeError: an `out` buffer has another dtype.
+        RuntimeError: x_tm is on the CPU and kernels are not interpreted.
+    """
+    require_tile(rows, group)
+    if rows > 1 and code == "e2m1":
+        raise NotImplementedError(f"code: blocks of {rows} rows have e4m3 codes here, got {code!r}")
+    t, m = x_tm.shape
+    code_shape, sf_shape = (t, m // 2 if code == "e2m1" else m), (triton.cdiv(t, rows), triton.cdiv(m, group))
+    codes_out, sf_out = out or (None, None)
+    codes = output_buffer(codes_out, code_shape, CODE_DTYPES[code], x_tm)
+    sf = output_buffer(sf_out, sf_shape, SCALE_DTYPES[scale], x_tm)
+    if not x_tm.numel():
+        return codes, sf
+    require_runnable("x_tm", x_tm)
+    strides = (x_tm.stride(0), x_tm.stride(1))
+    if rows > 1:
+        _quantize_blocks[sf_shape](
+            x_tm, codes, sf, t, m, *strides, amax_floor, ROWS=rows, GROUP=group, MAX=max_value, SCALE=scale, num_warps=8
+        )
+        return codes, sf
+    launch = quant_launch(group)
+    _quantize_rows[(triton.cdiv(sf.numel(), launch.groups),)](
+        x_tm,
+        codes,
+        sf,
+        sf.numel(),
+        sf_shape[1],
+        *strides,
+        amax_floor,
+        GROUP=group,
+        BLOCK_GROUPS=launch.groups,
+        MAX=max_value,
+        CODE=code,
+        SCALE=scale,
+        num_warps=launch.num_warps,
+    )
+    return codes, sf
+
+
+def dequantize(
+    codes: torch.Tensor,
+    sf: torch.Tensor,
+    *,
+    rows: int,
+    group: int,
+    code: str,
+    scale: str,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The values of quantised blocks in `dtype`.
+
+    Raises:
+        ValueError: `out` has another shape or is not contiguous.
+        TypeError: `out` has another dtype.
+        RuntimeError: codes are on the CPU and kernels are not interpreted.
+    """
+    t, m = codes.shape[0], codes.shape[1] * (2 if code == "e2m1" else 1)
+    x_tm = output_buffer(out, (t, m), dtype, codes)
+    if not x_tm.numel():
+        return x_tm
+    require_runnable("codes", codes)
+    block_rows, block_columns = 4, 512
+    _dequantize[(triton.cdiv(t, block_rows), triton.cdiv(m, block_columns))](
+        codes,
+        sf,
+        x_tm,
+        t,
+        m,
+        codes.stride(0),
+        codes.stride(1),
+        sf.stride(0),
+        sf.stride(1),
+        ROWS=rows,
+        GROUP=group,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+        CODE=code,
+        SCALE=scale,
+        num_warps=4,
+    )
+    return x_tm
+
+
+def require_tile(rows: int, group: int) -> None:
+    """Refuse blocks that no tile of the compiler can hold exactly."""
+    if rows & (rows - 1) or group & (group - 1):
+        raise NotImplementedError(f"fmt: expected powers of two, got rows={rows}, group={group}")
+
+
+def output_buffer(
+    out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
+) -> torch.Tensor:
+    """`out` if it fits, otherwise a new tensor."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    if out.dtype != dtype:
+        raise TypeError(f"out: expected {dtype}, got {out.dtype}")
+    if tuple(out.shape) != shape or not out.is_contiguous():
+        raise ValueError(f"out: expected contiguous {shape}, got shape {tuple(out.shape)}, strides {out.stride()}")
+    return out

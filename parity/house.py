@@ -1,0 +1,30 @@
+"""Where the rooms are and which components have no twin."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+HOUSE = Path(__file__).resolve().parents[1]
+ROOMS = ("reference", "optimized", "parity", "kernels", "golden")
+
+# components without a fast twin, and one without a reference (design.md §2)
+UNPAIRED = ("block", "model", "checkpoint", "accounting", "muon", "load_bias", "dspark_loss", "engine")
+# modules of reference/ that are not components
+SUPPORT = ("numerics", "config", "checks")
+
+
+def worker_environment(device: str) -> dict[str, str]:
+    """Environment of a process that imports candidates: one BLAS thread, the house importable, interpreter on a CPU."""
+    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join([str(HOUSE / "src"), *inherited]),
+    }
+    if device == "cpu":
+        environment["TRITON_INTERPRET"] = "1"
+    else:
+        environment.pop("TRITON_INTERPRET", None)
+    return environment

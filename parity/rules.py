@@ -1,0 +1,341 @@
+"""How one output is judged: the rules R1, R2, R6 and R9 of the parity rules, as data with their measured limits.
+
+A rule sees the candidate's tensor and the oracles of the same inputs and says how much of its budget was used. The
+limits below were fixed by `python -m deeptwin.parity.evidence`; its results stand in `parity/evidence/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .floats import raw_bytes, row_rms, ulp_distance, unit_roundoff
+from .outcome import Worst
+
+RATE_LIMIT = 1e-3  # R2: share of elements that may differ by one ulp
+RATE_MIN_ELEMENTS = 10_000  # R2: below this many elements the share says nothing
+
+
+class Oracles(Protocol):
+    """The oracles of one output for one set of inputs, in fp64 (codes and indices in their own dtype)."""
+
+    @property
+    def semantic(self) -> Tensor: ...
+
+    @property
+    def contract(self) -> Tensor: ...
+
+    @property
+    def rival(self) -> Tensor: ...
+
+    @property
+    def marks(self) -> list[tuple[str, Tensor]]:
+        """The input of every mark that CONTRACT applied, by name, in order."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The inputs of the case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What a rule found: whether it holds, how much of the budget was used, and where it was worst."""
+
+    ok: bool
+    used: float
+    message: str = ""
+    worst: Worst | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Rule(Protocol):
+    """A way to judge one output whose type, dtype, shape and non-finite positions already agree."""
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement: ...
+
+
+def at(index: int, shape: torch.Size) -> tuple[int, ...]:
+    """The coordinate of flat position `index`."""
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
+
+
+def worst_at(got: Tensor, expected: Tensor, badness: Tensor) -> Worst:
+    """Both values at the position where `badness` is largest; `expected` is rounded to the dtype of `got`."""
+    index = at(int(badness.reshape(-1).argmax()), got.shape)
+    rounded = expected if expected.dtype == got.dtype else expected.to(got.dtype)
+    ulps = ulp_distance(got[index].reshape(1), rounded[index].reshape(1)).item() if got.is_floating_point() else None
+    return Worst(index=index, got=f"{got[index].item():.9g}", expected=f"{expected[index].item():.9g}", ulps=ulps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """R1: as far from the meaning as honest arithmetic, measured against RIVAL's own distance on the same inputs.
+
+    u is 2^-p of the output's dtype, a row is the last axis, and unit = u·max(|O|, rms of O's row). Four limits:
+    every element, every row, the whole tensor, and the mean signed error (which sees truncation and offsets).
+    """
+
+    kind: str = "bf16 attention"
+    element_factor: float = 2.0
+    element_slack: float = 2.0
+    row: float = 2.0
+    total: float = 1.25
+    floor: float = 0.25
+    bias: float = 0.1
+    bias_t: float = 6.0
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Judge `got` against SEMANTIC, with RIVAL as the yardstick."""
+        if got.numel() == 0:
+            return Judgement(ok=True, used=0.0)
+        # non-finite positions were compared before; an overflow of the storage dtype is one of them
+        finite = oracles.semantic.to(got.dtype).isfinite()
+        truth = torch.where(finite, oracles.semantic, 0.0)
+        ours = torch.where(finite, got.to(torch.float64), 0.0) - truth
+        theirs = torch.where(finite & oracles.rival.isfinite(), oracles.rival.to(torch.float64), truth) - truth
+        u = unit_roundoff(got.dtype)
+        unit = u * torch.maximum(truth.abs(), row_rms(truth))
+        used = {
+            "element": self._element(ours, theirs, unit),
+            "row": (row_rms(ours) / _at_least(row_rms(theirs), self.floor * u * row_rms(truth))).max().item()
+            / self.row,
+            "total": _ratio(_rms(ours), max(_rms(theirs), self.floor * u * _rms(truth))) / self.total,
+            "bias": self._bias(ours, truth, unit),
+        }
+        name = max(used, key=lambda key: float("inf") if math.isnan(used[key]) else used[key])
+        return Judgement(
+            ok=all(value < 1.0 or value == 0.0 for value in used.values()),
+            used=used[name],
+            message=f"{name} error uses {used[name]:.3g} of its budget",
+            worst=worst_at(got, oracles.semantic, ours.abs() / _at_least(unit, 1e-300)),
+            metrics={f"{key}_used": value for key, value in used.items()} | {"D": _global_difference(got, truth)},
+        )
+
+    def _element(self, ours: Tensor, theirs: Tensor, unit: Tensor) -> float:
+        worst = _in_units(ours, unit).max().item()
+        return worst / (self.element_factor * _in_units(theirs, unit).max().item() + self.element_slack)
+
+    def _bias(self, ours: Tensor, truth: Tensor, unit: Tensor) -> float:
+        means = _in_units(ours * truth.sign(), unit, signed=True).mean(-1).reshape(-1)
+        if means.numel() < 32:
+            return 0.0
+        mean, spread = abs(means.mean().item()), means.std().item() / means.numel() ** 0.5
+        return min(mean / self.bias, _ratio(mean, spread) / self.bias_t)
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else (0.0 if a == 0 else float("inf"))
+
+
+def _at_least(x: Tensor, floor: Tensor | float) -> Tensor:
+    floor = torch.as_tensor(floor, dtype=x.dtype)
+    return torch.maximum(x, floor).clamp_min(1e-300)
+
+
+def _in_units(error: Tensor, unit: Tensor, *, signed: bool = False) -> Tensor:
+    size = error if signed else error.abs()
+    # an all-zero row has no unit: it must be hit exactly
+    return torch.where(error == 0, 0.0, size / unit)
+
+
+def _global_difference(got: Tensor, truth: Tensor) -> float:
+    """D of R3: reported beside the verdict, never the rule."""
+    x, y = torch.where(got.isfinite(), got.to(torch.float64), 0.0), truth
+    norm = (x.square() + y.square()).sum().item()
+    return (x - y).square().sum().item() / norm if norm else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close:
+    """For peers: the relative Frobenius distance to SEMANTIC, which the peer's own arithmetic explains."""
+
+    rtol: float
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Judge ‖got − O‖ / ‖O‖ over the whole tensor."""
+        finite = oracles.semantic.isfinite()
+        truth = torch.where(finite, oracles.semantic, 0.0)
+        error = torch.where(finite, got.to(torch.float64), 0.0) - truth
+        distance = _ratio(error.norm().item(), truth.norm().item())
+        return Judgement(
+            ok=distance <= self.rtol,
+            used=distance / self.rtol,
+            message=f"relative distance {distance:.3g}, allowed {self.rtol:.3g}",
+            worst=worst_at(got, oracles.semantic, error.abs()) if got.numel() else None,
+            metrics={"distance": distance},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRounding:
+    """R2: one rounding and no long contraction. Every element within one ulp of CONTRACT, at most 1e-3 differ.
+
+    `cancellation` counts ulps at no less than that share of the row's rms: where a short sum cancels, an fp32
+    evaluation is off by more than an ulp of the tiny result although every step was rounded once (RoPE pairs).
+    The share of differing elements is judged here only when the tensor is large enough; the gate also judges it
+    over all cases of a regime together.
+    """
+
+    cancellation: float = 0.0
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Judge `got` against CONTRACT rounded to the dtype of `got`."""
+        expected = oracles.contract.to(got.dtype)
+        ulps = torch.where(got.isfinite(), ulp_distance(got, expected), 0).to(torch.float64)
+        differ = int((ulps > 0).sum())
+        if self.cancellation and got.numel():
+            wide = torch.where(expected.isfinite(), expected.to(torch.float64), 0.0)
+            step = 2 * unit_roundoff(got.dtype) * self.cancellation * row_rms(wide)
+            small = (got.to(torch.float64) - wide).abs() <= step
+            ulps = torch.where(small, ulps.clamp_max(1), ulps)
+        worst_ulps = ulps.max().item() if ulps.numel() else 0.0
+        rate = differ / max(got.numel(), 1)
+        rate_used = rate / RATE_LIMIT if got.numel() >= RATE_MIN_ELEMENTS else 0.0
+        used = max(worst_ulps / 2.0 if worst_ulps > 1 else 0.0, rate_used)
+        return Judgement(
+            ok=worst_ulps <= 1 and rate_used <= 1.0,
+            used=used if used > 0 else differ / max(RATE_LIMIT * max(got.numel(), RATE_MIN_ELEMENTS), 1),
+            message=f"{worst_ulps:g} ulp at worst, {differ} of {got.numel()} elements differ",
+            worst=worst_at(got, expected, ulps) if differ else None,
+            metrics={"ulps": worst_ulps, "differ": float(differ), "elements": float(got.numel())},
+        )
+
+
+@dataclass(frozen=True)
+class Bitwise:
+    """R6: equal bytes; only where nothing but exact operations precede."""
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Compare bytes with CONTRACT."""
+        expected = oracles.contract.to(got.dtype)
+        size = got.element_size()
+        wrong = (raw_bytes(got) != raw_bytes(expected)).reshape(-1, size).any(-1) if got.numel() else torch.zeros(0)
+        count = int(wrong.sum())
+        if not count:
+            return Judgement(ok=True, used=0.0, metrics={"differ": 0.0, "elements": float(got.numel())})
+        return Judgement(
+            ok=False,
+            used=float("inf"),
+            message=f"{count} of {got.numel()} elements differ in their bytes",
+            worst=_byte_worst(got, expected, wrong),
+            metrics={"differ": float(count), "elements": float(got.numel())},
+        )
+
+
+def _byte_worst(got: Tensor, expected: Tensor, wrong: Tensor) -> Worst:
+    flat = int(wrong.nonzero()[0])
+    size = got.element_size()
+
+    def text(x: Tensor) -> str:
+        start = flat * size
+        hexed = bytes(raw_bytes(x)[start : start + size].flip(0).tolist()).hex().upper()
+        value = x.reshape(-1)[flat].to(torch.float64).item()
+        return f"0x{hexed} ({value:.9g})"
+
+    return Worst(index=at(flat, got.shape), got=text(got), expected=text(expected))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codes:
+    """R2 for quantised outputs behind arithmetic: bytes may differ only where the contract is within u of a step.
+
+    `allowed(marks, arguments, u)` gives the lowest and the highest code that an evaluation with relative error u
+    before the first mark may produce, in value order; `order` maps bytes to that order. `arguments` also holds the
+    candidate's outputs by name, because a scale that moved lawfully moves every code of its group.
+    """
+
+    u: float
+    allowed: Callable[[list[tuple[str, Tensor]], dict[str, Any], float], tuple[Tensor, Tensor]]
+    order: Callable[[Tensor], Tensor]
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)  # what the candidate returned; set by the judge
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Every code inside its allowed interval, which is at most one step wide."""
+        low, high = self.allowed(oracles.marks, {**oracles.arguments, **self.outputs}, self.u)
+        codes = self.order(got)
+        outside = (codes < low) | (codes > high)
+        differ = int((raw_bytes(got) != raw_bytes(oracles.contract)).sum())
+        count = int(outside.sum())
+        expected = self.order(oracles.contract)
+        worst = None
+        if count:
+            where = at(int(outside.reshape(-1).to(torch.int8).argmax()), codes.shape)
+            worst = Worst(index=where, got=f"step {codes[where].item()}", expected=f"step {expected[where].item()}")
+        return Judgement(
+            ok=count == 0,
+            used=float("inf") if count else 0.0,
+            message=f"{count} of {codes.numel()} codes differ away from a rounding boundary ({differ} differ in all)",
+            worst=worst,
+            metrics={"differ": float(differ), "outside": float(count), "elements": float(codes.numel())},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK:
+    """R9: a selection of k indices per row, judged on the contract's scores.
+
+    `scores` names the argument that holds the scores [rows, s]; NaN scores are never selected. With
+    `ties="lower"` equal scores at the k-th place go to the lower index (−0 = +0); with `ties="any"` any of them.
+    """
+
+    scores: str
+    ties: str = "lower"
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Valid range, unique, count = min(k, valid), no crossing above the tolerance, then the tie rule."""
+        scores = oracles.arguments[self.scores].to(torch.float64)
+        for row in range(got.shape[0]):
+            problem = self._row_problem(got[row], oracles.contract[row], scores[row])
+            if problem:
+                expected = oracles.contract[row].tolist()
+                worst = Worst(index=(row,), got=str(got[row].tolist()), expected=str(expected))
+                return Judgement(ok=False, used=float("inf"), message=f"row {row}: {problem}", worst=worst)
+        return Judgement(ok=True, used=0.0)
+
+    def _row_problem(self, got: Tensor, expected: Tensor, scores: Tensor) -> str | None:
+        picked = got[got >= 0].to(torch.int64)
+        if ((got >= scores.numel()) | (got < -1)).any():
+            return f"index out of range 0..{scores.numel() - 1}"
+        if picked.unique().numel() != picked.numel():
+            return "an index appears twice"
+        valid = (~scores.isnan() & (scores > -torch.inf)).nonzero().reshape(-1)
+        if picked.numel() != min(got.numel(), valid.numel()):
+            return f"{picked.numel()} indices chosen, expected {min(got.numel(), valid.numel())}"
+        if not torch.isin(picked, valid).all():
+            return "a NaN or masked score was chosen"
+        left = valid[~torch.isin(valid, picked)]
+        if left.numel() and picked.numel():
+            finite = scores[valid].abs().max().item()
+            crossing = (scores[left].max() - scores[picked].min()).item()
+            if crossing > 1e-5 + 1e-5 * finite:
+                return f"a score left out exceeds a chosen one by {crossing:.3g}"
+            chosen_value = scores[picked].min()
+            if self.ties == "lower" and crossing == 0.0:
+                last = picked[scores[picked] == chosen_value].max()
+                if (left[scores[left] == chosen_value] < last).any():
+                    return "tie at the k-th place not given to the lower index"
+        return None
+
+
+# limits by output kind; the measurement behind each stands in parity/evidence/ (`python -m deeptwin.parity.evidence`)
+
+# one number per row and a handful of fp32 roundings on both sides: RIVAL may be lucky, so its distance counts as at
+# least two units. A rounded constant (scale · log2 e) shifts every LSE alike: that is no bias of the kernel.
+LSE = Budget(kind="lse", floor=2.0, row=2.5, total=2.5, element_slack=4.0, bias=1.0)
+
+# fp32 weights: the error of a row is that of its few largest scores, one draw of a wide distribution on either side.
+# Far below what a lower precision does: TF32 is off by 2^13 units, bf16 weights by 2^15.
+F32_ATTENTION = Budget(
+    kind="fp32 attention", floor=1.0, row=50.0, total=8.0, element_factor=8.0, element_slack=32.0, bias=1.0
+)
+
+ATTENTION = {torch.bfloat16: Budget(), torch.float32: F32_ATTENTION}

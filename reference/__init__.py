@@ -1,0 +1,1 @@
+"""The truth: a readable eager model of every component. Imports torch, numpy and itself only."""

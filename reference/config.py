@@ -1,0 +1,162 @@
+"""Frozen configurations and enums of numeric choices, shared by name with the fast path.
+
+Nothing here computes: `optimized/` may import this module without sharing arithmetic with the reference.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class WeightCast(enum.Enum):
+    """Where RMSNorm rounds relative to its weight; published implementations disagree."""
+
+    AFTER_WEIGHT = "after_weight"  # (x * rstd) * w, one rounding: DeepSeek release code, DeepInfer
+    BEFORE_WEIGHT = "before_weight"  # round x * rstd, multiply by w, round again: transformers V3, V3.2
+
+
+class ScaleKind(enum.Enum):
+    """How a quantiser rounds and stores its scale."""
+
+    UE8M0 = "ue8m0"  # rounded up to a power of two; stored as the byte exponent + 127
+    E4M3 = "e4m3"  # rounded to e4m3fn
+    F32 = "f32"  # amax / max_value in fp32
+
+
+class CodeKind(enum.Enum):
+    """The element format of a quantiser."""
+
+    E4M3 = "e4m3"
+    E2M1 = "e2m1"  # packed two to a byte, even index in the low nibble
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantFormat:
+    """A group quantiser: `rows` x `group` elements share one scale (rows = 1 for activations)."""
+
+    name: str
+    rows: int
+    group: int
+    code: CodeKind
+    scale: ScaleKind
+    amax_floor: float  # applied to amax, never to the scale
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"rows: expected at least 1, got {self.rows}")
+        if self.group < 2 or self.group % 2:
+            raise ValueError(f"group: expected a positive even number, got {self.group}")
+        if not self.amax_floor > 0:
+            raise ValueError(f"amax_floor: expected a positive number, got {self.amax_floor}")
+
+    @property
+    def max_value(self) -> float:
+        """The largest magnitude of the element format."""
+        return 448.0 if self.code is CodeKind.E4M3 else 6.0
+
+
+Q8 = QuantFormat(name="q8", rows=1, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
+Q4I = QuantFormat(name="q4i", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
+Q4K = QuantFormat(name="q4k", rows=1, group=16, code=CodeKind.E2M1, scale=ScaleKind.E4M3, amax_floor=6 * 2.0**-9)
+FP8_1X128 = QuantFormat(name="fp8_1x128", rows=1, group=128, code=CodeKind.E4M3, scale=ScaleKind.F32, amax_floor=1e-4)
+FP8_1X128_UE8M0 = QuantFormat(
+    name="fp8_1x128_ue8m0", rows=1, group=128, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4
+)
+FP8_128X128 = QuantFormat(
+    name="fp8_128x128", rows=128, group=128, code=CodeKind.E4M3, scale=ScaleKind.F32, amax_floor=1e-4
+)
+MXFP4 = QuantFormat(name="mxfp4", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
+
+QUANT_FORMATS = {f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, MXFP4)}
+
+
+class Pairing(enum.Enum):
+    """Which two channels RoPE rotates together."""
+
+    INTERLEAVED = "interleaved"  # (2i, 2i + 1)
+    HALF_SPLIT = "half_split"  # (i, i + r / 2)
+
+
+class RopeSpan(enum.Enum):
+    """Which channels of a head are rotary."""
+
+    FIRST = "first"
+    LAST = "last"
+
+
+class MscaleRule(enum.Enum):
+    """Which YaRN magnitude field feeds what; equal for every released config."""
+
+    DEMO = "demo"  # softmax scale by mscale², tables unscaled: DeepSeek release code
+    HF = "hf"  # softmax scale by mscale_all_dim², tables by m(mscale) / m(mscale_all_dim): transformers
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+    """YaRN context extension of a RoPE frequency table."""
+
+    factor: float
+    original_length: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+    mscale_rule: MscaleRule
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1:
+            raise ValueError(f"factor: expected at least 1, got {self.factor}")
+        if self.original_length <= 0:
+            raise ValueError(f"original_length: expected a positive number, got {self.original_length}")
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ValueError(f"beta_fast: expected beta_fast > beta_slow > 0, got {self.beta_fast}, {self.beta_slow}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """A rotary frequency table: width of the rotated slice, base, and YaRN if it applies."""
+
+    rope_dim: int
+    theta: float
+    yarn: YarnConfig | None
+
+    def __post_init__(self) -> None:
+        if self.rope_dim <= 0 or self.rope_dim % 2:
+            raise ValueError(f"rope_dim: expected a positive even number, got {self.rope_dim}")
+        if not self.theta > 1:
+            raise ValueError(f"theta: expected a number above 1, got {self.theta}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaConfig:
+    """Sizes of one multi-head latent attention block; `rope.rope_dim` is the width of the rotary slice."""
+
+    hidden: int
+    num_heads: int
+    q_lora_rank: int  # 0: queries are projected directly, without a norm
+    kv_lora_rank: int
+    nope_dim: int  # channels of a query or key head that carry no position
+    value_dim: int
+    rope: RopeConfig
+    weight_cast: WeightCast
+    norm_eps: float = 1e-6  # of the two latent norms, in every release
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "num_heads", "kv_lora_rank", "nope_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.q_lora_rank < 0:
+            raise ValueError(f"q_lora_rank: expected 0 or more, got {self.q_lora_rank}")
+        if not self.norm_eps > 0:
+            raise ValueError(f"norm_eps: expected a positive number, got {self.norm_eps}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query or key head."""
+        return self.nope_dim + self.rope.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of a cached row: the key/value latent and the rotary key."""
+        return self.kv_lora_rank + self.rope.rope_dim

@@ -1,0 +1,323 @@
+"""Sparse attention: laws of the reference, then what both sides refuse."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deeptwin.optimized.sparse_attn import sparse_attn_decode_triton, sparse_attn_triton
+from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC, Numerics
+from deeptwin.reference.sparse_attn import sparse_attn, sparse_attn_decode
+
+ALL_NUMERICS = pytest.mark.parametrize("num", [SEMANTIC, CONTRACT, RIVAL], ids=lambda num: num.name)
+NASTY = (-(2**31), -123456, -1, 2**31 - 1, 2_147_480_000)
+INF = math.inf
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    rng = np.random.Generator(np.random.Philox(seed))
+    return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
+
+
+def int32(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def f32(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    idx: Tensor,
+    sink: Tensor | None = None,
+    length: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    num: Numerics = SEMANTIC,
+) -> tuple[Tensor, Tensor]:
+    width = kv.shape[-1] if value_dim is None else value_dim
+    return sparse_attn(q, kv, idx, sink, length, scale=scale, value_dim=width, dtype=dtype, num=num)
+
+
+# properties of the reference
+
+
+@ALL_NUMERICS
+def test_two_keys_by_hand(num: Numerics) -> None:
+    # scores ln 2 and 0: weights 2/3 and 1/3
+    kv = f32([[math.log(2.0), 1.0], [0.0, 4.0]])
+    out, lse = attend(f32([[[1.0, 0.0]]]), kv, int32([[0, 1]]), num=num)
+    torch.testing.assert_close(out[0, 0, 1].item(), 2.0, rtol=1e-6, atol=0)
+    torch.testing.assert_close(lse.item(), math.log(3.0), rtol=1e-6, atol=0)
+    # a sink of logit ln 3 doubles the denominator and leaves the lse alone; it is not scaled
+    with_sink, same_lse = attend(f32([[[1.0, 0.0]]]), kv, int32([[0, 1]]), f32([math.log(3.0)]), num=num)
+    torch.testing.assert_close(with_sink, out / 2, rtol=1e-6, atol=0)
+    assert torch.equal(lse, same_lse)
+
+
+def test_recomputed_with_a_loop_over_tokens_and_heads() -> None:
+    q, kv, sink = draw(1, 3, 2, 12), draw(2, 30, 12), draw(3, 2, dtype=torch.float32)
+    idx, length = int32(np.random.Generator(np.random.Philox(4)).integers(-9, 40, (3, 17))), int32([17, 5, 99])
+    out, lse = attend(q, kv, idx, sink, length, scale=0.3, value_dim=8)
+    for t in range(3):
+        listed = idx[t, : int(length[t])].tolist()
+        keys = np.array([kv[i].double().numpy() for i in listed if 0 <= i < 30])
+        for h in range(2):
+            weights = np.exp(0.3 * keys @ q[t, h].double().numpy())
+            mixed = weights @ keys[:, :8] / (weights.sum() + math.exp(sink[h]))
+            np.testing.assert_allclose(out[t, h].numpy(), mixed, rtol=1e-12)
+            np.testing.assert_allclose(lse[t, h].item(), np.log(weights.sum()), rtol=1e-12)
+
+
+@ALL_NUMERICS
+@pytest.mark.parametrize("sink", [-INF, -3e38, -1e4, 0.0, 1e4, 3e38, INF])
+@pytest.mark.parametrize("empty", [False, True])
+def test_extreme_sinks(sink: float, empty: bool, num: Numerics) -> None:
+    """U78, U87: the sink never enters the maximum, so no value of it makes NaN."""
+    q, kv = draw(5, 1, 1, 8), draw(6, 5, 8)
+    idx = int32([[-1, -1, -1]] if empty else [[4, 0, 2]])
+    out, lse = attend(q, kv, idx, f32([sink]), num=num)
+    plain, plain_lse = attend(q, kv, idx, num=num)
+    assert torch.equal(lse, plain_lse)
+    share = 0.0 if empty or sink >= 1e4 else 1 / (1 + math.exp(sink - lse.item()))
+    torch.testing.assert_close(out, plain * share, rtol=1e-5, atol=0)
+
+
+def test_sink_and_scores_shifted_together_change_nothing() -> None:
+    q, kv = draw(7, 2, 3, 8).double(), draw(8, 9, 8).double()
+    kv[:, 0] = 1.0  # channel 0 of the query shifts every score of its row
+    idx, sink = int32([[0, 3, 8], [5, 5, 1]]), f32([0.5, -2.0, 1.0])
+    shifted = q.clone()
+    shifted[..., 0] += 2.0
+    out, lse = attend(q, kv, idx, sink)
+    out_shifted, lse_shifted = attend(shifted, kv, idx, sink + 2.0)
+    torch.testing.assert_close(out_shifted, out, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(lse_shifted, lse + 2.0, rtol=1e-12, atol=0)
+
+
+@ALL_NUMERICS
+def test_rows_without_a_key(num: Numerics) -> None:
+    """R13: exactly 0 and -inf, whatever the reason and although every row holds NaN."""
+    kv = torch.full((4, 8), math.nan)
+    idx = int32([[-1, -1], [4, 2**31 - 1], [0, 1], [-(2**31), 7]])
+    out, lse = attend(draw(9, 4, 2, 8), kv, idx, f32([0.0, INF]), int32([2, 2, 0, -3]), num=num)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -INF))
+
+
+@ALL_NUMERICS
+def test_unlisted_rows_and_row_zero_may_hold_nan(num: Numerics) -> None:
+    """U08, U74: what stands beyond the length, and the row that a clamped hole would read, are never touched."""
+    kv = draw(10, 64, 16)
+    poisoned = kv.clone()
+    poisoned[0] = math.nan
+    poisoned[30:] = math.nan
+    idx = torch.cat([int32([[3, -1, 17, 29]]), int32([list(range(30, 64)) + [0] + list(NASTY)])], dim=1)
+    out, lse = attend(draw(11, 1, 2, 16), poisoned, idx, None, int32([4]), num=num)
+    clean, clean_lse = attend(draw(11, 1, 2, 16), kv, idx, None, int32([4]), num=num)
+    assert torch.equal(out, clean)
+    assert torch.equal(lse, clean_lse)
+    absent, _ = attend(draw(11, 1, 2, 16), kv, int32([[3, 17, 29]]), num=num)
+    torch.testing.assert_close(out, absent, rtol=1e-5, atol=1e-6)
+
+
+def test_a_listed_nan_stays_visible() -> None:
+    kv = draw(12, 4, 8)
+    kv[2] = math.nan
+    out, lse = attend(draw(13, 2, 1, 8), kv, int32([[0, 2], [0, 1]]))
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert torch.isfinite(out[1]).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(-3, 11), min_size=0, max_size=9), st.randoms(use_true_random=False))
+def test_order_and_holes_do_not_matter(entries: list[int], random: Random) -> None:
+    q, kv = draw(14, 1, 2, 8), draw(15, 9, 8)
+    mixed = [*entries, -1, 9]
+    random.shuffle(mixed)
+    out, lse = attend(q, kv, int32([mixed]))
+    plain, plain_lse = attend(q, kv, int32([entries]).view(1, -1))
+    torch.testing.assert_close(out, plain, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(lse, plain_lse, rtol=1e-12, atol=1e-14)
+
+
+def test_a_repeated_index_counts_twice() -> None:
+    q, kv = torch.zeros(1, 1, 2), f32([[3.0, 0.0], [0.0, 3.0]])
+    out, lse = attend(q, kv, int32([[0, 1, 0]]))
+    torch.testing.assert_close(out[0, 0], torch.tensor([2.0, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(lse.item(), math.log(3.0))
+
+
+def test_parts_merge_by_natural_log_sum_exp() -> None:
+    """U03: shards of 1, 2, 4, 8 keys, zero scores, value = shard number."""
+    shard = torch.arange(4).repeat_interleave(int32([1, 2, 4, 8]))
+    kv = torch.stack([torch.zeros(15), shard.float()], dim=1)
+    q = f32([[[1.0, 0.0]]])
+    whole, whole_lse = attend(q, kv, torch.arange(15, dtype=torch.int32)[None])
+    assert whole[0, 0, 1].item() == pytest.approx((2 * 1 + 4 * 2 + 8 * 3) / 15, rel=1e-12)
+    parts = [attend(q, kv, (shard == i).nonzero().T.to(torch.int32)) for i in range(4)]
+    lses = torch.stack([lse for _, lse in parts])
+    merged = sum(out * (lse - lses.logsumexp(0)).exp()[..., None] for out, lse in parts)
+    torch.testing.assert_close(merged, whole, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(lses.logsumexp(0), whole_lse, rtol=1e-12, atol=0)
+    # the fault: the same merge in base 2 is far away
+    wrong = sum(out * 2 ** (lse - lses.logsumexp(0))[..., None] for out, lse in parts)
+    assert (wrong - whole).abs().max() > 0.1
+
+
+def test_a_prefix_with_zero_values_takes_its_share() -> None:
+    """U02: q = 0, 3072 keys of value 0, 64 of value 1."""
+    kv = torch.zeros(3136, 1)
+    kv[3072:] = 1.0
+    out, lse = attend(torch.zeros(1, 1, 1), kv, torch.arange(3136, dtype=torch.int32)[None])
+    assert out.item() == pytest.approx(64 / 3136, rel=1e-12)
+    assert lse.item() == pytest.approx(math.log(3136), rel=1e-12)
+
+
+def test_weights_are_rounded_unnormalised_and_sums_are_not() -> None:
+    # one key at the maximum, one of weight w just under the tie between 0.5 and the next bf16 number
+    w = 0.5 + 2.0**-9 - 2.0**-14
+    kv = torch.tensor([[0.0, 0.0], [math.log(w), 1.0]], dtype=torch.float64)
+    out, lse = attend(f32([[[1.0, 0.0]]]), kv, int32([[0, 1]]), dtype=torch.bfloat16, num=CONTRACT)
+    assert out[0, 0, 1].item() == 170 / 512  # bf16(0.5 / (1 + w)); without the rounding of w, 171 / 512
+    assert lse.item() == pytest.approx(math.log(1 + w), rel=1e-7)
+    exact, _ = attend(f32([[[1.0, 0.0]]]), kv, int32([[0, 1]]), dtype=torch.float32, num=CONTRACT)
+    assert exact[0, 0, 1].item() == pytest.approx(w / (1 + w), rel=1e-7)
+
+
+def test_contract_is_near_semantic_and_rounds_to_dtype() -> None:
+    q, kv, idx = draw(16, 2, 4, 576), draw(17, 90, 576), torch.arange(180, dtype=torch.int32).view(2, 90) % 90
+    args = (q, kv, idx, draw(18, 4, dtype=torch.float32), None)
+    exact, lse = sparse_attn(*args, scale=576**-0.5, value_dim=512, num=SEMANTIC)
+    for num in (CONTRACT, RIVAL):
+        out, near = sparse_attn(*args, scale=576**-0.5, value_dim=512, num=num)
+        assert out.shape == (2, 4, 512)
+        assert out.dtype == num.carrier
+        assert torch.equal(out.bfloat16().to(out.dtype), out)
+        assert (out - exact).norm() < 4e-3 * exact.norm()
+        torch.testing.assert_close(near.double(), lse, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("page", [1, 2, 5, 53])
+def test_pages_read_what_the_sequence_holds(page: int) -> None:
+    kv = draw(19, 53, 16)
+    pages = -(-53 // page)
+    wide = torch.full((pages + 1, page * 16 + 8), math.nan, dtype=torch.bfloat16)
+    cache = wide[:, : page * 16].view(pages + 1, page, 16)  # pages further apart than they are long
+    order = torch.from_numpy(np.random.Generator(np.random.Philox(page)).permutation(pages + 1))
+    for i, row in enumerate(kv):
+        cache[order[i // page], i % page] = row
+    idx = int32([[0, 52, 7, -1, 30], [11, 11, 1, 2, -9]])
+    slot = torch.where(idx < 0, idx, order[idx.clamp_min(0) // page] * page + idx % page).to(torch.int32)
+    q, sink = draw(20, 2, 3, 16), f32([0.0, 1.0, -1.0])
+    paged = sparse_attn_decode(q, cache, slot, sink, int32([5, 3]), scale=0.25, value_dim=16)
+    plain = sparse_attn(q, kv, idx, sink, int32([5, 3]), scale=0.25, value_dim=16)
+    for a, b in zip(paged, plain, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("t", "s", "k"), [(0, 4, 3), (2, 0, 3), (2, 4, 0), (2, 0, 0)])
+def test_nothing_to_do(t: int, s: int, k: int) -> None:
+    out, lse = attend(draw(21, t, 2, 8), draw(22, s, 8), torch.zeros(t, k, dtype=torch.int32), num=CONTRACT)
+    assert out.shape == (t, 2, 8)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -INF))
+    cache = draw(22, 0, 5, 8)
+    out, _ = sparse_attn_decode(draw(21, 2, 2, 8), cache, int32([[0, 1]] * 2), None, None, scale=1.0, value_dim=8)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+# parity with each candidate
+
+# batch invariance
+
+# golden vectors
+
+# rejected input
+
+BAD_VALUES: dict[str, Any] = {
+    "q_thd": {"q_thd": draw(1, 2, 3)},
+    "idx_tk": {"idx_tk": torch.zeros(3, 4, dtype=torch.int32)},
+    "sink_h": {"sink_h": torch.zeros(4)},
+    "topk_length_t": {"topk_length_t": torch.zeros(3, dtype=torch.int32)},
+    "scale": {"scale": 0.0},
+    "value_dim": {"value_dim": 17},
+}
+BAD_DTYPES: dict[str, Any] = {
+    "idx_tk": {"idx_tk": torch.zeros(2, 4, dtype=torch.int64)},
+    "sink_h": {"sink_h": torch.zeros(3, dtype=torch.bfloat16)},
+    "topk_length_t": {"topk_length_t": torch.zeros(2)},
+}
+
+
+def arguments(kv_name: str) -> dict[str, Any]:
+    kv = draw(2, 5, 16) if kv_name == "kv_sd" else draw(2, 2, 3, 16)
+    lists = {"idx_tk": torch.zeros(2, 4, dtype=torch.int32), "sink_h": None, "topk_length_t": None}
+    return {"q_thd": draw(1, 2, 3, 16), kv_name: kv, **lists, "scale": 1.0, "value_dim": 16}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_values_are_refused(name: str) -> None:
+    for function in (sparse_attn, sparse_attn_triton):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            function(**arguments("kv_sd") | BAD_VALUES[name])
+    for paged in (sparse_attn_decode, sparse_attn_decode_triton):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            paged(**arguments("kv_pod") | BAD_VALUES[name])
+
+
+@pytest.mark.parametrize("name", BAD_DTYPES)
+def test_dtypes_are_refused(name: str) -> None:
+    for function in (sparse_attn, sparse_attn_triton):
+        with pytest.raises(TypeError, match=f"^{name}: "):
+            function(**arguments("kv_sd") | BAD_DTYPES[name])
+    for paged in (sparse_attn_decode, sparse_attn_decode_triton):
+        with pytest.raises(TypeError, match=f"^{name}: "):
+            paged(**arguments("kv_pod") | BAD_DTYPES[name])
+
+
+def test_storage_dtypes_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^dtype: "):
+        sparse_attn(**arguments("kv_sd"), dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"^dtype: "):
+        sparse_attn_decode(**arguments("kv_pod"), dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"^q_thd: "):
+        sparse_attn_triton(**arguments("kv_sd") | {"q_thd": draw(1, 2, 3, 16).float()})
+    half = {"q_thd": draw(1, 2, 3, 16).half(), "kv_sd": draw(2, 5, 16).half(), "dtype": torch.float16}
+    with pytest.raises(TypeError, match=r"^dtype: "):
+        sparse_attn_triton(**arguments("kv_sd") | half)
+    with pytest.raises(TypeError, match=r"^kv_pod: "):
+        sparse_attn_decode_triton(**arguments("kv_pod") | {"kv_pod": draw(2, 2, 3, 16).float()})
+
+
+def test_kernels_decline_widths_and_strides() -> None:
+    pytest.importorskip("triton")
+    narrow, skewed = {"value_dim": 12}, {"q_thd": draw(1, 2, 16, 3).mT}
+    for bad, name in ((narrow, "value_dim"), (skewed, "q_thd")):
+        with pytest.raises(NotImplementedError, match=f"^{name}: "):
+            sparse_attn_triton(**arguments("kv_sd") | bad)
+        with pytest.raises(NotImplementedError, match=f"^{name}: "):
+            sparse_attn_decode_triton(**arguments("kv_pod") | bad)
+
+
+def test_buffers_that_do_not_fit_are_refused() -> None:
+    pytest.importorskip("triton")
+    short = (torch.empty(2, 3, 15, dtype=torch.bfloat16), torch.empty(2, 3))
+    with pytest.raises(ValueError, match=r"^out: "):
+        sparse_attn_triton(**arguments("kv_sd"), out=short)
+    wrong = (torch.empty(2, 3, 16, dtype=torch.bfloat16), torch.empty(2, 3, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"^out: "):
+        sparse_attn_decode_triton(**arguments("kv_pod"), out=wrong)
