@@ -21,7 +21,7 @@ from . import casefile, changed, goldens, mutation, report, shrink
 from .candidates import CandidateNotFound, check_spec, fitting_ops, is_path
 from .card import Candidate, Card, Op, card_names, load_card
 from .environment import facts
-from .gate import Job, Runner, Settings, plan
+from .gate import Job, Runner, Settings, plan, reference_row
 from .outcome import EXIT_FAILED, EXIT_NOT_RUN, EXIT_USAGE, Outcome, Status, exit_status
 
 app = typer.Typer(
@@ -53,6 +53,7 @@ Full = Annotated[bool, typer.Option("--full", help="Every case and the long rela
 Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Worker processes.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds one call may take before its worker is killed.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the results as JSON (schema deeptwin.report/1).")]
+RecordPath = Annotated[Path | None, typer.Option("--record", help="Write counts by check with device facts as JSON.")]
 JunitPath = Annotated[Path | None, typer.Option("--junit", help="Write the results as JUnit XML.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print every outcome, not only failures.")]
 
@@ -75,41 +76,65 @@ def _card(name: str) -> Card:
     return load_card(_choose("component", name, card_names(), "See 'deeptwin list'."))
 
 
-def _op(card: Card, name: str | None, spec: str | None) -> Op:
+def _rows(op: Op) -> dict[str, Candidate]:
+    """Everything of an operation that can be judged by name: candidates, the reference, controls and mutants."""
+    rows = [*op.candidates, reference_row(op), *op.controls]
+    rows += [Candidate(name=mutant.name, function=mutant.function) for mutant in op.mutants]
+    return {row.name: row for row in rows}
+
+
+def _ops(card: Card, name: str | None, spec: str | None) -> list[Op]:
+    """The operations to judge: the named one, those that have the named row, or those whose signature fits."""
     if name is not None:
-        return card.op(_choose("op", name, card.op_names, f"{card.component} has {', '.join(card.op_names)}."))
-    if spec is None or len(card.ops) == 1:
-        return card.ops[0]
-    with_row = [op for op in card.ops if any(c.name == spec for c in op.candidates)]
-    if with_row:
-        return with_row[0]
+        return [card.op(_choose("op", name, card.op_names, f"{card.component} has {', '.join(card.op_names)}."))]
+    if spec is None:
+        return list(card.ops)
     if ":" not in spec:
-        return card.ops[0]
+        named = sorted({row for op in card.ops for row in _rows(op)})
+        _choose(
+            "candidate", spec, named, f"See 'deeptwin show {card.component}', or name a function: file.py:function."
+        )
+        return [op for op in card.ops if spec in _rows(op)]
+    _check_spec(spec)
     try:
         fits = fitting_ops(card.component, spec)
     except CandidateNotFound as error:
         errors.print(f"error: candidate: {error}", style="red", markup=False)
         raise typer.Exit(EXIT_FAILED) from error
-    if len(fits) == 1:
-        return card.op(fits[0])
-    which = ", ".join(fits or card.op_names)
-    why = "fits several operations" if fits else "has the parameters of no operation"
-    fail(f"candidate: {spec} {why} of {card.component}; choose one with --op ({which}), see 'deeptwin show'")
+    if not fits:
+        calls = "\n  ".join(_signature(op) for op in card.ops)
+        fail(f"candidate: {spec} has the parameters of no operation of {card.component}:\n  {calls}")
+    return [card.op(name) for name in fits]
+
+
+def _check_spec(spec: str) -> None:
+    try:
+        check_spec(spec)
+    except ValueError as error:
+        fail(str(error))
 
 
 def _row(op: Op, spec: str) -> Candidate:
-    known = [row.name for row in op.candidates] + [m.name for m in op.mutants] + ["reference"]
     if ":" in spec or is_path(spec):
-        try:
-            check_spec(spec)
-        except ValueError as error:
-            fail(str(error))
+        _check_spec(spec)
         return Candidate(name=spec, function=spec, required=False)
-    _choose("candidate", spec, known, f"{op.name} has {', '.join(known[:8])}, or name a function: file.py:function.")
-    for mutant in op.mutants:
-        if mutant.name == spec:
-            return Candidate(name=spec, function=mutant.function)
-    return shrink.row_for(op, spec)
+    rows = _rows(op)
+    return rows[_choose("candidate", spec, list(rows), f"{op.name} has {', '.join(list(rows)[:8])}.")]
+
+
+def _select(
+    component: str, op: str | None, candidate: str | None, case: str | None, settings: Settings
+) -> tuple[list[Job], str]:
+    """The jobs that the options name, and a title for them."""
+    card = _card(component)
+    work: list[Job] = []
+    for chosen in _ops(card, op, candidate):
+        rows = None if candidate is None else (_row(chosen, candidate),)
+        work += plan(card, chosen, full=settings.full or case is not None, device=settings.device, rows=rows)
+    if case is not None:
+        _choose("case", case, sorted({job.case.id for job in work}), f"See 'deeptwin show {component}'.")
+        work = [job for job in work if job.case.id == case]
+    return work, ", ".join(dict.fromkeys(f"{component}.{job.op.name}" for job in work))
 
 
 def _settings(seed: int, full: bool, device: str, jobs: int, timeout: float) -> Settings:
@@ -300,27 +325,15 @@ def run(
     settings = _settings(seed, full, device, jobs, timeout)
     if case is not None and case.endswith(".safetensors"):
         work, settings = _from_case_file(Path(case), candidate, settings)
-        chosen = work[0].op
-        row: Candidate | None = None
+        title = case
     else:
         if component is None:
             fail("component: expected a component name or --case FILE. See 'deeptwin list'.")
-        card = _card(component)
-        if candidate is not None and ":" in candidate:
-            _row(card.ops[0], candidate)
-        chosen = _op(card, op, candidate)
-        row = None if candidate is None else _row(chosen, candidate)
-        work = plan(card, chosen, full=full, device=device, rows=None if row is None else (row,))
-        if case is not None:
-            known = [one.id for one in chosen.cases(True)]
-            _choose("case", case, known, f"See 'deeptwin show {component}'.")
-            wide = plan(card, chosen, full=True, device=device, rows=None if row is None else (row,))
-            work = [job for job in wide if job.case.id == case]
-    outcomes = _run_jobs(settings, work, f"{work[0].card.component}.{chosen.name}")
+        work, title = _select(component, op, candidate, case, settings)
+    outcomes = _run_jobs(settings, work, title)
     code = _finish(outcomes, settings, started, json_path, junit, verbose)
-    failed = next((o for o in outcomes if o.status in report.FAILING), None)
-    if failed is not None and do_shrink and row is not None:
-        _shrink(settings, work, failed, row, out)
+    if candidate is not None and do_shrink and not (case or "").endswith(".safetensors"):
+        _shrink_first(settings, work, outcomes, out)
     raise typer.Exit(code)
 
 
@@ -332,18 +345,39 @@ def _from_case_file(path: Path, candidate: str | None, settings: Settings) -> tu
     except casefile.BadCaseFile as error:
         fail(f"case: {error}")
     card = _card(stored.component)
-    op = _op(card, stored.op, None)
+    op = card.op(_choose("op", stored.op, card.op_names, f"The file {path} is older than the card."))
     row = _row(op, candidate or stored.candidate)
-    job = Job(card=card, op=op, case=stored.case, candidates=(row,), inputs=stored.inputs, source=str(path))
+    job = Job(
+        card=card,
+        op=op,
+        case=stored.case,
+        candidates=(row,),
+        inputs=stored.inputs,
+        source=str(path),
+        check=stored.check,
+    )
     return [job], replace(settings, seed=stored.seed)
 
 
-def _shrink(settings: Settings, work: Sequence[Job], failed: Outcome, row: Candidate, out: Path) -> None:
-    job = next((j for j in work if j.case.id == failed.case), None)
-    if job is None:
-        job = max((j for j in work if f"all-{j.case.regime}" == failed.case), key=_size, default=None)
-    if job is None:
-        return
+def _shrink_first(settings: Settings, work: Sequence[Job], outcomes: Sequence[Outcome], out: Path) -> None:
+    """Make the first failure small and write it to a file."""
+    for failed in report.by_weight(o for o in outcomes if o.status in report.FAILING):
+        job = _job_of(failed, work)
+        if job is not None:
+            _shrink(settings, job, failed, out)
+            return
+
+
+def _job_of(failed: Outcome, work: Sequence[Job]) -> Job | None:
+    same_op = [job for job in work if job.op.name == failed.op]
+    exact = [job for job in same_op if job.case.id == failed.case]
+    # a rate over a regime fails: its largest case has the best chance to show it alone
+    regime = [job for job in same_op if f"all-{job.case.regime}" == failed.case]
+    return exact[0] if exact else max(regime, key=_size, default=None)
+
+
+def _shrink(settings: Settings, job: Job, failed: Outcome, out: Path) -> None:
+    (row,) = (row for row in job.candidates if row.name == failed.candidate)
     console.print("\nmaking the first failure small …")
     with Runner(replace(settings, jobs=1)) as runner:
         smallest = shrink.Shrinker(runner, row, failed.check).shrink(job, failed)
@@ -373,17 +407,12 @@ def shrink_command(
     Example: `deeptwin shrink rms_norm --candidate my.py:norm --case t2-m7168-bf16-normal`
     """
     settings = _settings(seed, False, device, 1, timeout)
-    card = _card(component)
-    chosen = _op(card, op, candidate)
-    row = _row(chosen, candidate)
-    _choose("case", case, [one.id for one in chosen.cases(True)], f"See 'deeptwin show {component}'.")
-    jobs = [job for job in plan(card, chosen, full=True, device=device, rows=(row,)) if job.case.id == case]
-    outcomes = _run_jobs(settings, jobs, f"{component}.{chosen.name}")
-    failed = next((o for o in outcomes if o.status in report.FAILING), None)
-    if failed is None:
+    jobs, title = _select(component, op, candidate, case, settings)
+    outcomes = _run_jobs(settings, jobs, title)
+    if not any(o.status in report.FAILING for o in outcomes):
         console.print(f"{case} does not fail for {candidate}: nothing to make small")
         raise typer.Exit(exit_status(outcomes))
-    _shrink(settings, jobs, failed, row, out)
+    _shrink_first(settings, jobs, outcomes, out)
     raise typer.Exit(1)
 
 
@@ -401,6 +430,7 @@ def gate(
     timeout: Timeout = 60.0,
     json_path: JsonPath = None,
     junit: JunitPath = None,
+    record: RecordPath = None,
     verbose: Verbose = False,
 ) -> None:
     """Check every promise: references, golden vectors, peers, candidates, relations. Exits non-zero when one is broken.
@@ -424,6 +454,10 @@ def gate(
     work = [job for card in cards for op in card.ops for job in plan(card, op, full=full, device=device)]
     outcomes += _run_jobs(settings, work, "gate")
     code = _finish(outcomes, settings, started, json_path, junit, verbose)
+    if record is not None:
+        command = shlex.join(["deeptwin", *sys.argv[1:]])
+        kept = report.to_record(outcomes, command=command, environment=facts(device), seed=seed)
+        report.write_json(record, kept)
     have = {"cpu"} if device == "cpu" else {facts("cuda")["capability"]}
     missing = sorted(set(require or ()) - have)
     if missing:

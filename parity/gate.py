@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,7 @@ class Job:
     peers: tuple[Peer, ...] = ()
     inputs: Inputs | None = None  # given by a case file; otherwise drawn
     source: str = ""  # the case file
+    check: str = ""  # only the outputs and this relation: the case has lost the fields that relations ask for
 
     @property
     def label(self) -> str:
@@ -155,6 +157,12 @@ class Runner:
         return self._local.worker
 
     def _outcomes(self, job: Job) -> Iterator[Outcome]:
+        missing = [name for name in getattr(job.case, "needs", ()) if importlib.util.find_spec(name) is None]
+        if missing:
+            names = " ".join(name.replace("_", "-") for name in missing)
+            text = f"the case needs {', '.join(missing)}: pip install {names}"
+            yield self._outcome(job, "reference", "inputs", Status.UNSUPPORTED, message=text)
+            return
         try:
             inputs = job.draw(self.settings.seed)
             oracles = OracleSet(job.op, inputs)
@@ -171,7 +179,7 @@ class Runner:
         key = (job.card.component, job.op.name, row.name)
         if key in self._given_up:
             return
-        reason = row.declines(job.case)
+        reason = None if job.source else row.declines(job.case)
         if reason is not None:
             yield self._outcome(job, row.name, "outputs", Status.UNSUPPORTED, message=reason, required=False)
             return
@@ -192,7 +200,7 @@ class Runner:
 
     def _relations(self, job: Job, row: Candidate, inputs: Inputs, oracles: OracleSet) -> Iterator[Outcome]:
         for relation in job.op.relations:
-            if not relation.only(job.case):
+            if job.check != relation.name if job.check else not relation.only(job.case):
                 continue
             partner = self._partner(job, row, relation.partner)
             if relation.partner is not None and partner is None:
@@ -336,7 +344,7 @@ def _regime_rates(jobs: Iterable[Job], outcomes: Iterable[Outcome]) -> list[Outc
 
 
 def _rules(rule: Any) -> Iterable[Rule]:
-    return rule.values() if isinstance(rule, dict) else (rule,)
+    return rule.values() if isinstance(rule, Mapping) else (rule,)
 
 
 def _rate_outcome(key: tuple[str, str, str, str, str], rate: _Rate) -> Outcome:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import IO
 
 from .house import worker_environment
-from .protocol import Reply, Request
+from .protocol import Reply, Request, pack, unpack
 
 LOG_TAIL = 2000
 
@@ -56,11 +55,11 @@ class Worker:
         assert self._outbox is not None
         limit = self.timeout if timeout is None else timeout
         try:
-            self._outbox.send_bytes(pickle.dumps(request))
+            self._outbox.send_bytes(pack(request))
             if not self._inbox.poll(limit):
                 self.stop()
                 return Reply(status="crashed", message=f"no answer within {limit:g} s (hang): the worker was killed")
-            return pickle.loads(self._inbox.recv_bytes())
+            return unpack(self._inbox.recv_bytes())
         except (EOFError, OSError):
             return Reply(status="crashed", message=f"the worker process died: {self._death()}", trace=self._tail())
 

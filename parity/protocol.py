@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from .card import Inputs, Outputs
 from .relations import Finding
@@ -34,3 +40,30 @@ class Reply:
     trace: str = ""
     outputs: Outputs = field(default_factory=dict)
     finding: Finding | None = None
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        # torch 2.13 cannot unpickle fp8 tensors; the storage's bytes keep strides and the poison between rows
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        stored = torch.tensor([], dtype=torch.uint8).set_(value.detach().cpu().untyped_storage())
+        layout = (value.dtype, tuple(value.size()), value.stride(), value.storage_offset())
+        return _tensor, (stored.numpy().tobytes(), *layout)
+
+
+def _tensor(stored: bytes, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
+    flat = torch.frombuffer(bytearray(stored), dtype=torch.uint8) if stored else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).as_strided(size, stride, offset)
+
+
+def pack(message: Request | Reply) -> bytes:
+    """The bytes of a message; tensors travel with their whole storage."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(message)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """The message that `pack` wrote."""
+    return pickle.loads(data)

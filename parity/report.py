@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,6 +24,12 @@ STYLES = {
     Status.KNOWN_FAILURE: "yellow",
 }
 FAILING = (Status.MISMATCH, Status.ERROR)
+SHOWN_FAILURES = 5
+
+
+def by_weight(failures: Iterable[Outcome]) -> list[Outcome]:
+    """Errors and wrong outputs before broken relations, which often only follow from them."""
+    return sorted(failures, key=lambda o: o.status is not Status.ERROR and o.worst is None)
 
 
 def line(outcome: Outcome) -> str:
@@ -79,11 +85,11 @@ def print_result(console: Console, outcomes: Sequence[Outcome], *, seconds: floa
                 line(outcome), style=STYLES.get(outcome.status), markup=False, highlight=False, soft_wrap=True
             )
     console.print(summary(outcomes))
-    failures = [o for o in outcomes if o.status in FAILING]
-    for outcome in failures[:20]:
+    failures = by_weight(o for o in outcomes if o.status in FAILING)
+    for outcome in failures[:SHOWN_FAILURES]:
         console.print("\n" + details(outcome), markup=False, highlight=False, soft_wrap=True)
-    if len(failures) > 20:
-        console.print(f"\n… and {len(failures) - 20} more failures (--json has them all)")
+    if len(failures) > SHOWN_FAILURES:
+        console.print(f"\n… and {len(failures) - SHOWN_FAILURES} more failures (-v lists them, --json has them all)")
     missing = [o for o in outcomes if o.status is Status.UNSUPPORTED and o.required]
     for outcome in missing[:20]:
         console.print(f"did not run: {outcome.id}: {outcome.message}", markup=False, highlight=False, soft_wrap=True)
@@ -104,6 +110,29 @@ def to_json(outcomes: Sequence[Outcome], *, command: str, environment: dict[str,
         "counts": tally(outcomes),
         "exit": exit_status(outcomes),
         "outcomes": [outcome.to_json() for outcome in outcomes],
+    }
+
+
+def to_record(outcomes: Sequence[Outcome], *, command: str, environment: dict[str, Any], seed: int) -> dict[str, Any]:
+    """What is kept of a run on a device: counts and the largest used budget by operation, candidate and check.
+
+    Everything that did not pass is kept whole.
+    """
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        groups[f"{outcome.component}.{outcome.op}/{outcome.candidate}/{outcome.check}"].append(outcome)
+    checks = {}
+    for name, found in groups.items():
+        used = [o.budget_used for o in found if o.budget_used is not None]
+        checks[name] = tally(found) | ({"budget_used": round(max(used), 4)} if used else {})
+    return {
+        "schema": "deeptwin.record/1",
+        "command": command,
+        "environment": environment,
+        "seed": seed,
+        "counts": tally(outcomes),
+        "checks": checks,
+        "not_passed": [o.to_json() for o in outcomes if o.status is not Status.PASSED],
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .card import Candidate, Inputs, Op
+from .card import Candidate, Inputs
 from .casefile import CaseFile, StoredCase, write
 from .gate import Job, Runner
 from .outcome import Outcome, Status
@@ -46,7 +46,7 @@ class Shrinker:
 
     def shrink(self, job: Job, outcome: Outcome) -> Shrunk:
         """The smallest failing variant of `job` that was found in time."""
-        job = dataclasses.replace(job, candidates=(self.candidate,), peers=())
+        job = dataclasses.replace(job, candidates=(self.candidate,), peers=(), check=self.check)
         job, outcome = self._descend(job, outcome, self._smaller_shapes)
         inputs = job.draw(self.runner.settings.seed)
         job = dataclasses.replace(job, inputs=inputs)
@@ -158,13 +158,3 @@ def save(shrunk: Shrunk, folder: Path, candidate: str, seed: int) -> Path:
         note=f"{shrunk.outcome.message}; {shrunk.outcome.diagnosis}",
     )
     return write(folder / f"{stem}.safetensors", case)
-
-
-def row_for(op: Op, spec: str) -> Candidate:
-    """The card's candidate called `spec`, or a row for a function that the user names."""
-    for row in op.candidates:
-        if row.name == spec:
-            return row
-    if spec == "reference":
-        return Candidate(name="reference", function=op.reference)
-    return Candidate(name=spec, function=spec)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import sys
 import traceback
 from multiprocessing.connection import Connection
 
 from .card import case_rng, load_card
-from .protocol import Reply, Request
+from .protocol import Reply, Request, pack, unpack
 
 
 def handle(request: Request) -> Reply:
@@ -63,10 +62,10 @@ def serve(inbox: Connection, outbox: Connection) -> None:
     with fixed_numerics():
         while True:
             try:
-                request = pickle.loads(inbox.recv_bytes())
+                request = unpack(inbox.recv_bytes())
             except EOFError:
                 return
-            outbox.send_bytes(pickle.dumps(handle(request)))
+            outbox.send_bytes(pack(handle(request)))
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
@@ -15,6 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deeptwin.optimized.quant import dequantize_triton, quantize_triton
+from deeptwin.parity import goldens
+from deeptwin.parity.card import load_card
+from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference import quant
 from deeptwin.reference.config import (
     FP8_1X128,
@@ -66,6 +70,10 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
 
 def finite_bf16() -> Tensor:
     return torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+
+
+CARD = load_card("quant")
+Judged = Callable[[str], list[Outcome]]
 
 
 # properties of the reference
@@ -343,9 +351,31 @@ def test_no_tokens(fmt: QuantFormat) -> None:
 
 # parity with each candidate
 
+
+def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
+    outcomes = judged("quant")
+    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
+    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
+    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+
+
 # batch invariance
 
+
+def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
+    invariance = ("batch_invariant", "chunk_invariant")
+    checked = {(o.op, o.candidate) for o in judged("quant") if o.check in invariance and o.status is Status.PASSED}
+    assert {(op.name, row.name) for op in CARD.ops for row in op.candidates} <= checked
+
+
 # golden vectors
+
+
+def test_the_golden_vectors_hold() -> None:
+    outcomes = goldens.verify(CARD)
+    assert outcomes
+    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+
 
 # rejected input
 

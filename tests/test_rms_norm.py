@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deeptwin.optimized.rms_norm import rms_norm_quant_triton, rms_norm_triton
+from deeptwin.parity import goldens
+from deeptwin.parity.card import load_card
+from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference.config import FP8_1X128, FP8_128X128, Q4I, Q8, QuantFormat, WeightCast
 from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC, Numerics
 from deeptwin.reference.quant import quantize
@@ -30,6 +34,10 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
 
 def bits(x: Tensor) -> list[int]:
     return x.contiguous().view(torch.uint8).flatten().tolist()
+
+
+CARD = load_card("rms_norm")
+Judged = Callable[[str], list[Outcome]]
 
 
 # properties of the reference
@@ -137,9 +145,31 @@ def test_no_tokens() -> None:
 
 # parity with each candidate
 
+
+def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
+    outcomes = judged("rms_norm")
+    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
+    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
+    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+
+
 # batch invariance
 
+
+def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
+    invariance = ("batch_invariant", "chunk_invariant")
+    checked = {(o.op, o.candidate) for o in judged("rms_norm") if o.check in invariance and o.status is Status.PASSED}
+    assert {(op.name, row.name) for op in CARD.ops for row in op.candidates} <= checked
+
+
 # golden vectors
+
+
+def test_the_golden_vectors_hold() -> None:
+    outcomes = goldens.verify(CARD)
+    assert outcomes
+    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+
 
 # rejected input
 

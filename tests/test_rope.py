@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deeptwin.optimized.rope import rope_table_triton, rope_triton
+from deeptwin.parity import goldens
+from deeptwin.parity.card import load_card
+from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference.config import MscaleRule, Pairing, RopeConfig, RopeSpan, YarnConfig
 from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC, Numerics
 from deeptwin.reference.rope import (
@@ -57,6 +61,10 @@ def turned(
 def unit_angles(size: int) -> Tensor:
     """Frequencies whose angles are exact in fp32, so that laws hold to fp64 accuracy."""
     return torch.tensor([2.0**-i for i in range(size)])
+
+
+CARD = load_card("rope")
+Judged = Callable[[str], list[Outcome]]
 
 
 # properties of the reference
@@ -269,9 +277,31 @@ def test_no_tokens() -> None:
 
 # parity with each candidate
 
+
+def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
+    outcomes = judged("rope")
+    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
+    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
+    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+
+
 # batch invariance
 
+
+def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
+    invariance = ("batch_invariant", "chunk_invariant")
+    checked = {(o.op, o.candidate) for o in judged("rope") if o.check in invariance and o.status is Status.PASSED}
+    assert {(op.name, row.name) for op in CARD.ops for row in op.candidates} <= checked
+
+
 # golden vectors
+
+
+def test_the_golden_vectors_hold() -> None:
+    outcomes = goldens.verify(CARD)
+    assert outcomes
+    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+
 
 # rejected input
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deeptwin.optimized.sparse_attn import sparse_attn_decode_triton, sparse_attn_triton
+from deeptwin.parity import goldens
+from deeptwin.parity.card import load_card
+from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC, Numerics
 from deeptwin.reference.sparse_attn import sparse_attn, sparse_attn_decode
 
@@ -49,6 +53,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     width = kv.shape[-1] if value_dim is None else value_dim
     return sparse_attn(q, kv, idx, sink, length, scale=scale, value_dim=width, dtype=dtype, num=num)
+
+
+CARD = load_card("sparse_attn")
+Judged = Callable[[str], list[Outcome]]
 
 
 # properties of the reference
@@ -242,9 +250,33 @@ def test_nothing_to_do(t: int, s: int, k: int) -> None:
 
 # parity with each candidate
 
+
+def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
+    outcomes = judged("sparse_attn")
+    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
+    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
+    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+
+
 # batch invariance
 
+
+def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
+    invariance = ("batch_invariant", "chunk_invariant")
+    checked = {
+        (o.op, o.candidate) for o in judged("sparse_attn") if o.check in invariance and o.status is Status.PASSED
+    }
+    assert {(op.name, row.name) for op in CARD.ops for row in op.candidates} <= checked
+
+
 # golden vectors
+
+
+def test_the_golden_vectors_hold() -> None:
+    outcomes = goldens.verify(CARD)
+    assert outcomes
+    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+
 
 # rejected input
 

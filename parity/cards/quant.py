@@ -94,8 +94,19 @@ def reciprocal_pairs(fmt: QuantFormat, dtype: torch.dtype, rng: np.random.Genera
     return groups * scales[:, None]
 
 
+def scaled_midpoints(fmt: QuantFormat, dtype: torch.dtype, rng: np.random.Generator) -> Tensor:
+    """Midpoints times an fp32 scale that is no power of two: x / s and any product with a reciprocal part here."""
+    grid = _grid(fmt)
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(grid)], dtype=torch.float64)
+    amax = torch.from_numpy(np.float32(rng.uniform(1, 2, 24)))
+    scales = (amax / torch.full_like(amax, fmt.max_value)).to(torch.float64)
+    groups = torch.cat([_packed(middles, fmt) * scale for scale in scales])
+    groups[:, -1] = amax.to(torch.float64).repeat_interleave(len(groups) // len(amax))
+    return groups
+
+
 DIRECTED: dict[str, Groups] = {
-    f.__name__: f for f in (powers, midpoints, codebook, small, mixed_scales, reciprocal_pairs)
+    f.__name__: f for f in (powers, midpoints, codebook, small, mixed_scales, reciprocal_pairs, scaled_midpoints)
 }
 
 
@@ -196,6 +207,7 @@ def cases_quantize(full: bool) -> list[QuantCase]:
         found += [_directed(name, regime, "fp32") for regime in ("powers", "midpoints")]
         found += [_directed(name, "mixed_scales", "bf16")]
     found += [replace(QuantCase(tokens=0, width=256), fmt=name) for name in ("q8", "q4k", "fp8_128x128")]
+    found += [_directed("fp8_1x128", "scaled_midpoints", "fp32")]
     found += [_directed("q4k", "reciprocal_pairs", "bf16"), QuantCase(tokens=2, width=256, fmt="q4k", regime="huge")]
     found += [QuantCase(tokens=2, width=256, dtype="fp16"), QuantCase(tokens=5, width=128, regime="peaked", fmt="q4i")]
     blocks = QuantCase(tokens=130, width=576, fmt="fp8_128x128")
@@ -567,7 +579,7 @@ CARD = Card(
     ops=(E4M3_UE8M0, E4M3_F32, E2M1_UE8M0, E2M1_E4M3, DEQUANTIZE, FAKE_QUANTIZE),
     equivalents=(
         Equivalent(
-            name="x · (1 / s) for power-of-two scales", reason="the reciprocal of 2^k, k ≥ −126 + 1, is exact in fp32"
+            name="x · (1 / s) for power-of-two scales", reason="the reciprocal of 2^k, |k| ≤ 126, is exact in fp32"
         ),
         Equivalent(
             name="amax · (1 / max) for UE8M0 and e4m3 scales of bf16 input",

@@ -125,9 +125,10 @@ class NormRounding(OneRounding):
         return super().judge(torch.where(lawful, neighbour, got), oracles)
 
 
-# honest fp32 norms differ from each other by the error of one number per row, which may be lucky on one side: RIVAL's
-# distance counts as at least one unit. Measured over 9 600 judgements, see the report of this component's limits.
-F32_NORM = Budget(kind="fp32 norm", floor=1.0, row=2.5, total=2.5, element_slack=4.0, bias=1.0)
+# honest fp32 norms differ by the error of one number per row, which may be lucky on one side: RIVAL counts as at least
+# one unit. 6 636 judgements (widths 300, 1536, 7168; 7 regimes, both casts, 50 seeds; 3 orders of summation and the
+# Triton kernel): worst row 5.96 (constant rows), total 2.73, element 2.61 (RIVAL's + 1). A 12-bit root is 4 096 units.
+F32_NORM = Budget(kind="fp32 norm", floor=1.0, row=12.0, total=6.0, element_factor=6.0, element_slack=6.0, bias=1.0)
 
 
 def draw(case: NormCase, rng: np.random.Generator) -> Inputs:
@@ -170,7 +171,7 @@ def cases(full: bool) -> list[NormCase]:
         found += [
             NormCase(tokens=3, width=w, cast=c, eps=e, regime=r)
             for w, c, e, r in product(WIDTHS, ("after", "before"), (1e-20, 1e-6), ALL_REGIMES)
-            # without a mean square, 1e-6 makes 1 / rms exactly 1000: whole rows of midpoints, which any arithmetic misses
+            # 1e-6 alone makes 1 / rms exactly 1000: rows full of midpoints, which no arithmetic can be asked to hit
             if e == 1e-20 or r not in ("tiny", "subnormal")
         ]
         regimes = (r for r in ALL_REGIMES if r != "huge")
@@ -201,7 +202,8 @@ def cases_quant_f32(full: bool) -> list[NormCase]:
     found += [replace(base, width=128), replace(base, tokens=0)]
     if full:
         found += [
-            replace(base, width=w, cast=c, regime=r) for w, c, r in product(WIDTHS, ("after", "before"), ALL_REGIMES)
+            replace(base, width=w, cast=c, eps=1e-20, regime=r)
+            for w, c, r in product(WIDTHS, ("after", "before"), ALL_REGIMES)
         ]
     return list({case.id: case for case in found}.values())
 
@@ -225,7 +227,7 @@ def golden() -> list[NormCase]:
     found = [replace(base, cast=c, eps=e) for c, e in product(("after", "before"), (1e-20, 1e-6))]
     return [
         *found,
-        replace(base, regime="tiny"),
+        replace(base, regime="tiny", eps=1e-20),
         replace(base, regime="zeros"),
         replace(base, out="fp32", dtype="fp32"),
     ]
@@ -311,7 +313,7 @@ NORM = Op(
         _mutant("split_depends_on_batch", "U73", "the order of summation depends on the number of rows"),
         _mutant("not_deterministic", "U10", "a counter leaks into the output: the second launch differs"),
     ),
-    controls=(_control("right_wide_sum"), _control("right_blocks_of_512"), _control("right_lanes_of_32_backwards")),
+    controls=(_control("right_wide_sum"), _control("right_blocks_of_512"), _control("right_lanes_of_128_backwards")),
     golden=golden,
 )
 
@@ -345,7 +347,7 @@ def _quant_op(name: str, formats: Callable[[bool], list[NormCase]], sf: torch.dt
             _mutant("quant_scale_next_power", "U56", "an exact power of two is rounded up to the next"),
             _mutant("quant_other_cast", "U86", "the other weight cast"),
         ),
-        controls=(_control("right_quant_wide_sum"), _control("right_quant_lanes_of_32_backwards")),
+        controls=(_control("right_quant_wide_sum"), _control("right_quant_lanes_of_128_backwards")),
         golden=golden,
     )
 
@@ -355,8 +357,8 @@ CARD = Card(
     summary="root-mean-square norm, alone and fused with a group quantiser",
     contract={
         "dtypes": "x and weight bf16, fp16 or fp32; y in `dtype`; fused: y bf16, e4m3 codes, scales of the format",
-        "rounding": "AFTER_WEIGHT: once; BEFORE_WEIGHT: the row, then the product; codes are those of the bf16 row",
-        "statistics": "fp32, any order of summation that does not depend on the batch; a sum that overflows gives zeros",
+        "rounding": "AFTER_WEIGHT: once; BEFORE_WEIGHT: the row, then the product; codes of the bf16 row",
+        "statistics": "fp32, any order that does not depend on the batch; a sum that overflows gives zeros",
         "eps": "inside the root, added to the mean square",
     },
     ops=(

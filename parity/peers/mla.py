@@ -1,8 +1,8 @@
-"""transformers' DeepseekV3Attention as a peer of `reference/mla.py`.
+"""transformers' DeepseekV3Attention as a peer of `reference/mla.py`; written for transformers 5.24.0.
 
 What differs on purpose, so that the comparison is about the rest: its norm rounds before the weight
-(`WeightCast.BEFORE_WEIGHT`), its YaRN follows `MscaleRule.HF`, it casts cosines and sines to the activation dtype (use
-float32), and it caches rotary keys in de-interleaved order, which `run_cached` undoes.
+(`WeightCast.BEFORE_WEIGHT`), its YaRN follows `MscaleRule.HF`, it casts cosines and sines to the activation dtype, and
+it caches rotary keys in de-interleaved order, which is undone here. `table_sr` is not used: the angles are its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from deeptwin.reference.config import MlaConfig, MscaleRule, RopeConfig, WeightCast, YarnConfig
-from deeptwin.reference.weights import MlaWeights
+from deeptwin.reference.weights import Latents, MlaWeights
+
+STEPS = 4  # tokens that `transformers_steps` decodes one by one
 
 TINY = MlaConfig(
     hidden=64,
@@ -57,27 +59,74 @@ def build(config: MlaConfig, *, seed: int, dtype: torch.dtype = torch.float32) -
     Raises:
         ValueError: the norm epsilon or the cast order is not what the module hard-codes.
     """
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
-
     if config.norm_eps != 1e-6 or config.weight_cast is not WeightCast.BEFORE_WEIGHT:
         raise ValueError(
             f"config: expected norm_eps 1e-6 and BEFORE_WEIGHT, got {config.norm_eps}, {config.weight_cast}"
         )
-    hf_config = _hf_config(config)
-    attention = modeling.DeepseekV3Attention(hf_config, layer_idx=0).to(dtype).eval()
+    attention, rotary = _module(config, dtype)
     rng = np.random.Generator(np.random.Philox(seed))
     for name, parameter in sorted(attention.named_parameters()):
         drawn = rng.standard_normal(tuple(parameter.shape))
         drawn = 1 + 0.1 * drawn if "layernorm" in name else drawn * parameter.shape[-1] ** -0.5
         parameter.data.copy_(torch.from_numpy(drawn))
-        parameter.requires_grad_(False)
     weights = MlaWeights.from_state_dict(attention.state_dict(), prefix="", config=config)
-    return HfMla(attention=attention, rotary=modeling.DeepseekV3RotaryEmbedding(hf_config), weights=weights)
+    return HfMla(attention=attention, rotary=rotary, weights=weights)
+
+
+def transformers_prefill(
+    x_tm: Tensor,
+    weights: MlaWeights,
+    positions_t: Tensor,
+    table_sr: Tensor,
+    *,
+    config: MlaConfig,
+    past: Latents | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The block `mla_naive` or `mla_absorbed` in one pass."""
+    return _in_chunks(x_tm, weights, positions_t, config, past, dtype, steps=0)
+
+
+def transformers_steps(
+    x_tm: Tensor,
+    weights: MlaWeights,
+    positions_t: Tensor,
+    table_sr: Tensor,
+    *,
+    config: MlaConfig,
+    past: Latents | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The same through a DynamicCache: one chunk, then the last tokens one by one."""
+    return _in_chunks(x_tm, weights, positions_t, config, past, dtype, steps=STEPS)
+
+
+def _in_chunks(
+    x: Tensor,
+    weights: MlaWeights,
+    positions: Tensor,
+    config: MlaConfig,
+    past: Latents | None,
+    dtype: Any,
+    *,
+    steps: int,
+) -> Tensor:
+    attention, rotary = _module(config, dtype)
+    attention.load_state_dict(_state_dict(weights, config))
+    peer = HfMla(attention=attention, rotary=rotary, weights=weights)
+    cache, places = _cache(past, config), positions
+    if past is not None:
+        places = torch.cat([past.positions_s, positions])
+    first = max(len(x) - steps, 1)
+    outputs, seen = [], len(places) - len(x)
+    for start, end in [(0, first), *((i, i + 1) for i in range(first, len(x)))]:
+        outputs.append(_forward(peer, x[start:end], places[: seen + end], cache))
+    return torch.cat(outputs)
 
 
 def run(peer: HfMla, x_tm: Tensor) -> Tensor:
     """Outputs of one pass over positions 0 .. t - 1, without a cache."""
-    return _forward(peer, x_tm, 0, None)
+    return _forward(peer, x_tm, torch.arange(len(x_tm)), None)
 
 
 def run_cached(peer: HfMla, x_tm: Tensor, *, chunks: Iterable[int]) -> tuple[Tensor, Tensor]:
@@ -87,7 +136,7 @@ def run_cached(peer: HfMla, x_tm: Tensor, *, chunks: Iterable[int]) -> tuple[Ten
     cache = DynamicCache()
     outputs, start = [], 0
     for size in chunks:
-        outputs.append(_forward(peer, x_tm[start : start + size], start, cache))
+        outputs.append(_forward(peer, x_tm[start : start + size], torch.arange(start + size), cache))
         start += size
     c_sc, k_rope_sr = cache.layers[0].keys[0, 0], cache.layers[0].values[0, 0]
     r = k_rope_sr.shape[-1]
@@ -95,12 +144,47 @@ def run_cached(peer: HfMla, x_tm: Tensor, *, chunks: Iterable[int]) -> tuple[Ten
     return torch.cat(outputs), torch.cat([c_sc, k_rope_sr[:, pairs]], dim=-1)
 
 
-def _forward(peer: HfMla, x_tm: Tensor, start: int, cache: Any) -> Tensor:
-    positions_t = torch.arange(start, start + x_tm.shape[0])
+def _cache(past: Latents | None, config: MlaConfig) -> Any:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    if past is not None:
+        c_sc, k_rope_sr = past.rows_sd.split([config.kv_lora_rank, config.rope.rope_dim], dim=-1)
+        de_interleaved = torch.cat([k_rope_sr[:, 0::2], k_rope_sr[:, 1::2]], dim=-1)
+        cache.update(c_sc[None, None].contiguous(), de_interleaved[None, None], 0)
+    return cache
+
+
+def _forward(peer: HfMla, x_tm: Tensor, places_s: Tensor, cache: Any) -> Tensor:
+    """The next tokens; `places_s` are the positions of all keys, those of the tokens last."""
+    positions_t = places_s[len(places_s) - len(x_tm) :]
     cos_sin = peer.rotary(x_tm[None], positions_t[None])
-    hidden = torch.arange(start + x_tm.shape[0])[None, :] > positions_t[:, None]
+    hidden = places_s[None, :] > positions_t[:, None]
     mask = torch.zeros(hidden.shape, dtype=x_tm.dtype).masked_fill(hidden, torch.finfo(x_tm.dtype).min)
     return peer.attention(x_tm[None], cos_sin, mask[None, None], cache=cache)[0][0]
+
+
+def _module(config: MlaConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+    hf_config = _hf_config(config)
+    attention = modeling.DeepseekV3Attention(hf_config, layer_idx=0).to(dtype).eval().requires_grad_(False)
+    return attention, modeling.DeepseekV3RotaryEmbedding(hf_config)
+
+
+def _state_dict(weights: MlaWeights, config: MlaConfig) -> dict[str, Tensor]:
+    # kv_b holds, head by head, the rows of W_UK and then those of W_UV
+    kv_b_hdc = torch.cat([weights.w_uk_hnc, weights.w_uv_huc], dim=1)
+    state = {
+        "q_b_proj.weight" if config.q_lora_rank else "q_proj.weight": weights.w_qb_hda.flatten(0, 1),
+        "kv_a_proj_with_mqa.weight": weights.w_kv_dm,
+        "kv_a_layernorm.weight": weights.kv_norm_c,
+        "kv_b_proj.weight": kv_b_hdc.flatten(0, 1),
+        "o_proj.weight": weights.w_o_mhu.flatten(1),
+    }
+    if weights.w_qa_am is not None and weights.q_norm_a is not None:
+        state |= {"q_a_proj.weight": weights.w_qa_am, "q_a_layernorm.weight": weights.q_norm_a}
+    return state
 
 
 def _hf_config(config: MlaConfig) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from typing import Any
 
@@ -112,7 +113,7 @@ def batch_dependent(x_tm, weight_m, *, eps, cast, dtype=torch.bfloat16):
 
 def prints(x_tm, weight_m, *, eps, cast, dtype=torch.bfloat16):
     os.write(1, b"\x80\x04 noise on stdout\n" * 1000)
-    print("more noise")  # noqa: T201
+    sys.stdout.write("more noise\n")
     return right(x_tm, weight_m, eps=eps, cast=cast, dtype=dtype)
 
 

@@ -1,0 +1,226 @@
+"""The measurements that fix the limits of the rules: `python -m deeptwin.parity.evidence [KIND …] [--seeds 50]`.
+
+For every output kind: many seeds of the four regimes are judged for several *right* implementations (the controls of
+the card), and for a few seeds the mutants are judged in each regime. The result, `evidence/KIND.json`, says how many
+judgements there were, how many were false alarms, how much of each limit was used at worst, and which regime kills
+which mutant. A limit may change only together with its measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .card import Op, case_rng, load_card, resolve
+from .environment import facts, fixed_numerics
+from .guard import accepted_parameters
+from .judge import judge
+from .oracles import OracleSet
+from .outcome import Status
+from .report import write_json
+from .rules import Rule, TopK
+
+FOLDER = Path(__file__).with_name("evidence")
+KILL_SEEDS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One output kind: which output of which operation stands for it, and the cases it is measured on."""
+
+    component: str
+    op: str
+    output: str
+    cases: Callable[[], Sequence[Any]]
+
+    @property
+    def operation(self) -> Op:
+        """The operation that the kind is measured on."""
+        return load_card(self.component).op(self.op)
+
+
+def _default_cases(component: str, op: str, **wanted: object) -> Callable[[], Sequence[Any]]:
+    def cases() -> list[Any]:
+        found = load_card(component).op(op).cases(False)
+        return [c for c in found if c.tokens and all(getattr(c, k) == v for k, v in wanted.items())]
+
+    return cases
+
+
+def _sparse_cases(dtype: str) -> Callable[[], Sequence[Any]]:
+    def cases() -> list[Any]:
+        from .cards.sparse_attn import SparseCase
+
+        shapes = ((8, 4, 16, 64), (2, 4, 64, 7), (4, 8, 64, 1), (4, 8, 64, 2), (2, 16, 128, 128), (2, 16, 512, 256))
+        regimes = ("normal", "peaked", "flat", "mean1", "huge")
+        return [
+            SparseCase(tokens=t, heads=h, dim=d, value_dim=d, keys=2 * k + 4, topk=k, dtype=dtype, regime=regime)
+            for t, h, d, k in (*shapes, (1, 8, 512, 640))
+            for regime in regimes
+        ]
+
+    return cases
+
+
+KINDS = {
+    "bf16-attention": Kind(component="sparse_attn", op="sparse_attn", output="out_thu", cases=_sparse_cases("bf16")),
+    "fp32-attention": Kind(component="sparse_attn", op="sparse_attn", output="out_thu", cases=_sparse_cases("fp32")),
+    "lse": Kind(component="sparse_attn", op="sparse_attn", output="lse_th", cases=_sparse_cases("bf16")),
+    "one-rounding-norm": Kind(
+        component="rms_norm", op="rms_norm", output="y_tm", cases=_default_cases("rms_norm", "rms_norm", out="bf16")
+    ),
+    "one-rounding-rope": Kind(
+        component="rope", op="rope", output="y_thd", cases=_default_cases("rope", "rope", dtype="bf16")
+    ),
+    "codes": Kind(
+        component="rms_norm",
+        op="rms_norm_quant",
+        output="codes",
+        cases=_default_cases("rms_norm", "rms_norm_quant"),
+    ),
+    "scales": Kind(
+        component="rms_norm", op="rms_norm_quant", output="sf", cases=_default_cases("rms_norm", "rms_norm_quant")
+    ),
+}
+
+
+def measure(kind: Kind, seeds: int) -> dict[str, Any]:
+    """Judge every control on every case and seed, and every mutant on a few seeds by regime."""
+    op = kind.operation
+    controls = {row.name: resolve(row.function) for row in op.controls}
+    worst: dict[str, float] = defaultdict(float)
+    rate: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    alarms: list[str] = []
+    judgements = 0
+    for case in kind.cases():
+        for seed in range(seeds):
+            for name, verdict in _verdicts(kind, op, case, 5000 + seed, controls):
+                judgements += 1
+                for key, value in verdict.metrics.items():
+                    worst[key] = max(worst[key], value)
+                if "ulps" in verdict.metrics:
+                    rate[name][0] += verdict.metrics["differ"]
+                    rate[name][1] += verdict.metrics["elements"]
+                if verdict.status is not Status.PASSED:
+                    alarms.append(f"{name} {case.id} seed {5000 + seed}: {verdict.message}")
+    return {
+        "output": f"{kind.component}.{kind.op}.{kind.output}",
+        "rule": repr({str(k): v for k, v in _rules(op, kind.output).items()}),
+        "seeds": seeds,
+        "cases": len(kind.cases()),
+        "controls": sorted(controls),
+        "judgements": judgements,
+        "false_alarms": len(alarms),
+        "alarms": alarms[:20],
+        "worst": {k: v for k, v in sorted(worst.items()) if k not in ("differ", "elements")},
+        "share_of_elements_that_differ": {k: v[0] / v[1] for k, v in sorted(rate.items()) if v[1]},
+        "kills": _kills(kind, op),
+    }
+
+
+def _rules(op: Op, output: str) -> dict[Any, Rule]:
+    rule = next(o.rule for o in op.outputs if o.name == output)
+    return {"any": rule} if not isinstance(rule, Mapping) else dict(rule)
+
+
+def _verdicts(
+    kind: Kind, op: Op, case: Any, seed: int, functions: dict[str, Callable[..., Any]]
+) -> Iterator[tuple[str, Any]]:
+    inputs = op.draw(case, case_rng(kind.component, op.name, case.id, seed))
+    oracles = OracleSet(op, inputs)
+    names = [output.name for output in op.outputs]
+    for name, function in functions.items():
+        accepted = accepted_parameters(function, op)
+        result = function(**{k: _copy(v) for k, v in inputs.items() if k in accepted})
+        outputs = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
+        yield name, next(v for v in judge(outputs, oracles) if v.output == kind.output)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _kills(kind: Kind, op: Op) -> dict[str, dict[str, str]]:
+    """For each mutant and regime: in how many of the drawn seeds the output alone betrays it."""
+    mutants = {m.name: resolve(m.function) for m in op.mutants}
+    table: dict[str, dict[str, str]] = defaultdict(dict)
+    by_regime: dict[str, Any] = {}
+    for case in op.cases(False):
+        same_kind = getattr(case, "dtype", "bf16") == getattr(kind.cases()[0], "dtype", "bf16")
+        if same_kind and getattr(case, "tokens", 1) > 1:
+            by_regime.setdefault(case.regime, case)
+    for regime in ("normal", "peaked", "flat", "mean1"):
+        if regime not in by_regime:
+            continue
+        dead: dict[str, int] = defaultdict(int)
+        for seed in range(KILL_SEEDS):
+            for name, verdict in _verdicts(kind, op, by_regime[regime], seed, mutants):
+                dead[name] += verdict.status is not Status.PASSED
+        for name in mutants:
+            table[name][regime] = f"{dead[name]}/{KILL_SEEDS}"
+    return dict(table)
+
+
+def measure_top_k(seeds: int) -> dict[str, Any]:
+    """R9: fp32 selections against fp64 scores of an index-like product; right ones and three wrong ones."""
+    wrong = {"ties_high": 0, "off_by_one": 0, "lowest": 0}
+    alarms = judgements = 0
+    for seed in range(seeds):
+        rng = case_rng("evidence", "topk", "scores", seed)
+        q, keys = (torch.from_numpy(rng.standard_normal((n, 128))).to(torch.bfloat16) for n in (16, 512))
+        exact = torch.relu(q.double() @ keys.double().T).round(decimals=2)
+        order = torch.sort(exact.float(), dim=-1, descending=True, stable=True).indices
+        backwards = (511 - torch.sort(exact.float().flip(-1), dim=-1, descending=True, stable=True).indices)[:, :300]
+        chosen = order[:, :300]
+        judgements += 1
+        alarms += not _top_k(exact, chosen, chosen)
+        wrong["ties_high"] += not _top_k(exact, backwards, chosen)
+        wrong["off_by_one"] += not _top_k(exact, order[:, 1:301], chosen)
+        wrong["lowest"] += not _top_k(exact, order[:, -300:], chosen)
+    kills = {name: {"relu scores with ties at zero": f"{count}/{seeds}"} for name, count in wrong.items()}
+    return {"seeds": seeds, "judgements": judgements, "false_alarms": alarms, "kills": kills}
+
+
+@dataclass
+class _Selection:
+    contract: torch.Tensor
+    arguments: dict[str, Any]
+    semantic: torch.Tensor
+    rival: torch.Tensor
+    marks: list[tuple[str, torch.Tensor]]
+
+
+def _top_k(scores: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> bool:
+    oracles = _Selection(expected, {"scores": scores}, expected, expected, [])
+    return TopK(scores="scores").judge(got, oracles).ok
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the named kinds (default all) and write `evidence/KIND.json`; 1 if there was a false alarm."""
+    parser = argparse.ArgumentParser(prog="python -m deeptwin.parity.evidence", description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"one of {', '.join([*KINDS, 'top-k'])}")
+    parser.add_argument("--seeds", type=int, default=50)
+    chosen = parser.parse_args(arguments)
+    unknown = set(chosen.kinds) - {*KINDS, "top-k"}
+    if unknown:
+        parser.error(f"kinds: expected {', '.join([*KINDS, 'top-k'])}, got {', '.join(sorted(unknown))}")
+    alarms = 0
+    with fixed_numerics():
+        for name in chosen.kinds or [*KINDS, "top-k"]:
+            record = measure_top_k(chosen.seeds) if name == "top-k" else measure(KINDS[name], chosen.seeds)
+            command = f"python -m deeptwin.parity.evidence {name} --seeds {chosen.seeds}"
+            write_json(FOLDER / f"{name}.json", {"kind": name, "command": command, "environment": facts()} | record)
+            sys.stdout.write(f"{name}: {record['judgements']} judgements, {record['false_alarms']} false alarms\n")
+            alarms += record["false_alarms"]
+    return 1 if alarms else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,380 @@
+"""The gate is tested: every checker fails when it should, and no candidate stops a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from deeptwin.parity import casefile, changed, ledger, report
+from deeptwin.parity.__main__ import app
+from deeptwin.parity.card import Candidate, case_rng, load_card
+from deeptwin.parity.gate import Job, Runner, Settings, plan
+from deeptwin.parity.outcome import Outcome, Status, exit_status
+from deeptwin.parity.shrink import Shrinker
+
+TESTS = Path(__file__).parent
+BAD = TESTS / "candidates" / "bad.py"
+CARD = load_card("rms_norm")
+OP = CARD.op("rms_norm")
+
+
+def cases_named(*regimes):
+    """One case per regime; the first has rows enough for every relation."""
+    bf16 = [c for c in OP.cases(False) if c.dtype == c.out == "bf16" and c.tokens > 1]
+    related = [c for c in bf16 if all(relation.only(c) for relation in OP.relations)]
+    first = next(c for c in related if c.regime == regimes[0])
+    return [first, *(next(c for c in bf16 if c.regime == regime) for regime in regimes[1:])]
+
+
+def judge(function, *, path=BAD, timeout=60.0, cases=None, relations=True):
+    row = Candidate(name=function, function=f"{path}:{function}", required=False)
+    chosen = {c.id for c in (cases or cases_named("normal"))}
+    jobs = [job for job in plan(CARD, OP, full=False, rows=(row,)) if job.case.id in chosen]
+    with Runner(Settings(jobs=1, timeout=timeout, relations=relations)) as runner:
+        return runner.run(jobs)
+
+
+def failures(outcomes):
+    return [o for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+
+
+# bad candidates: one verdict each, and the run goes on
+
+
+def test_a_right_candidate_passes_everything():
+    outcomes = judge("right", cases=cases_named("normal", "peaked"))
+    assert not failures(outcomes)
+    assert {o.check for o in outcomes} >= {"y_tm", "batch_invariant", "run_to_run"}
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "text"),
+    [
+        ("wrong_shape", Status.MISMATCH, "expected torch.bfloat16"),
+        ("wrong_dtype", Status.MISMATCH, "got torch.float64"),
+        ("wrong_device", Status.MISMATCH, "expected device cpu, got meta"),
+        ("not_a_tensor", Status.MISMATCH, "expected a tensor, got list"),
+        ("nan", Status.MISMATCH, "NaN only in the candidate"),
+        ("unwritten", Status.MISMATCH, "NaN only in the candidate"),
+        ("raises", Status.ERROR, "RuntimeError: illegal instruction in lane 7"),
+        ("mutates_input", Status.MISMATCH, "weight_m: changed this input"),
+        ("writes_around_input", Status.MISMATCH, "weight_m: wrote outside this input"),
+        ("view_of_input", Status.MISMATCH, "view of the input x_tm"),
+        ("exits", Status.ERROR, "the worker process died: exit status 0"),
+        ("segfault", Status.ERROR, "SIGSEGV"),
+        ("needs_more", Status.ERROR, "extra parameter workspace needs a default"),
+        ("lacks_eps", Status.ERROR, "missing parameter eps, cast"),
+        ("no_such_function", Status.ERROR, "has no function 'no_such_function'"),
+        ("declines", Status.UNSUPPORTED, "expected a width of 12"),
+    ],
+)
+def test_a_bad_candidate_gets_a_verdict_that_names_its_fault(function, status, text):
+    first = judge(function)[0]
+    assert first.status is status
+    assert text in first.message
+
+
+def test_unwritten_elements_are_diagnosed():
+    assert "unwritten output" in judge("unwritten")[0].diagnosis
+
+
+def test_a_hanging_candidate_is_killed_once_and_given_up():
+    outcomes = judge("hangs", timeout=4.0, cases=cases_named("normal", "peaked", "flat"))
+    assert [o.status for o in outcomes] == [Status.ERROR]
+    assert "no answer within 4 s" in outcomes[0].message
+    assert "remaining cases were not run" in outcomes[0].message
+
+
+@pytest.mark.parametrize(
+    ("function", "relation", "text"),
+    [
+        ("not_deterministic", "run_to_run", "launch 1"),
+        ("batch_dependent", "batch_invariant", "row 0 alone"),
+        ("writes_around_out", "run_to_run", "wrote outside the buffer"),
+        ("ignores_out", "run_to_run", "is not what was written to the buffer"),
+    ],
+)
+def test_a_relation_catches_what_one_call_cannot_show(function, relation, text):
+    found = {o.check: o for o in judge(function)}
+    assert found["y_tm"].status is Status.PASSED
+    assert found[relation].status is Status.MISMATCH
+    assert text in found[relation].message
+
+
+def test_noise_on_stdout_does_not_disturb_the_protocol():
+    assert not failures(judge("prints"))
+
+
+def test_a_module_that_does_not_import_is_one_error():
+    outcomes = judge("rms_norm", path=TESTS / "candidates" / "does_not_import.py", cases=cases_named("normal", "flat"))
+    assert len(outcomes) == 1
+    assert "No module named 'deeptwin_has_no_such_module'" in outcomes[0].message
+
+
+def test_a_crash_does_not_stop_the_next_candidate():
+    rows = [Candidate(name=name, function=f"{BAD}:{name}") for name in ("segfault", "right")]
+    job = next(j for j in plan(CARD, OP, full=False, rows=rows) if j.case.id == cases_named("normal")[0].id)
+    with Runner(Settings(jobs=1, relations=False)) as runner:
+        outcomes = runner.run([job])
+    assert [o.status for o in outcomes if ":rate" not in o.check] == [Status.ERROR, Status.PASSED]
+
+
+# exit status
+
+
+def outcome(status, **changes):
+    base = Outcome(component="c", op="o", candidate="x", case="1", check="y", status=status)
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["passed"], 0),
+        (["passed", "known-failure"], 0),
+        (["passed", "mismatch"], 1),
+        (["passed", "error"], 1),
+        (["passed", "unsupported"], 3),
+        ([], 3),
+        (["compiled"], 3),
+        (["lowered"], 3),
+    ],
+)
+def test_exit_status(statuses, code):
+    assert exit_status([outcome(Status(s)) for s in statuses]) == code
+
+
+def test_an_unsupported_row_that_was_not_required_does_not_fail_the_run():
+    assert exit_status([outcome(Status.PASSED), outcome(Status.UNSUPPORTED, required=False)]) == 0
+
+
+# ledger
+
+
+ENTRY = ledger.Entry(component="c", op="o", candidate="x", case="*", check="y", issue="#7", mode="run")
+
+
+def test_a_tolerated_failure_becomes_a_known_failure():
+    assert ledger.apply(outcome(Status.MISMATCH), (ENTRY,)).status is Status.KNOWN_FAILURE
+
+
+def test_a_tolerated_check_that_passes_fails():
+    stale = ledger.apply(outcome(Status.PASSED), (ENTRY,))
+    assert stale.status is Status.MISMATCH
+    assert "#7" in stale.message
+
+
+def test_an_entry_covers_only_its_own_check():
+    assert ledger.apply(outcome(Status.MISMATCH, check="z"), (ENTRY,)).status is Status.MISMATCH
+
+
+def test_a_ledger_entry_without_issue_or_with_a_bad_mode_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="issue: expected"):
+        replace(ENTRY, issue="")
+    with pytest.raises(ValueError, match="mode: expected"):
+        replace(ENTRY, mode="skip")
+    (tmp_path / "ledger.json").write_text('[{"component": "c"}]')
+    with pytest.raises(ValueError, match=r"ledger\.json: expected a list of ledger entries"):
+        ledger.read(tmp_path / "ledger.json")
+
+
+def test_never_launch_is_not_launched(monkeypatch):
+    entry = ledger.Entry(
+        component="rms_norm", op="rms_norm", candidate="hangs", case="*", check="*", issue="#1", mode="never-launch"
+    )
+    row = Candidate(name="hangs", function=f"{BAD}:hangs")
+    job = plan(CARD, OP, full=False, rows=(row,))[0]
+    with Runner(Settings(jobs=1)) as runner:
+        monkeypatch.setattr(runner, "entries", (entry,))
+        assert [o.status for o in runner.run_job(job)] == [Status.KNOWN_FAILURE]
+
+
+# shrinking and case files
+
+
+@pytest.fixture(scope="module")
+def shrunk():
+    row = Candidate(name="drops", function=f"{BAD}:batch_dependent")
+    job = next(j for j in plan(CARD, OP, full=False, rows=(row,)) if j.case.id == cases_named("normal")[0].id)
+    with Runner(Settings(jobs=1)) as runner:
+        failed = failures(runner.run_job(job))[0]
+        return Shrinker(runner, row, failed.check, seconds=20).shrink(job, failed)
+
+
+def test_shrinking_keeps_the_failing_check_and_ends_small(shrunk):
+    assert shrunk.outcome.check == "batch_invariant"
+    assert shrunk.inputs["x_tm"].shape == (1, 1)  # a batch of this row twice shows it
+    assert set(shrunk.inputs["x_tm"].flatten().tolist()) <= {0.0, 1.0}
+
+
+def test_a_case_file_repeats_the_failure(shrunk, tmp_path):
+    case = casefile.CaseFile(
+        component="rms_norm",
+        op="rms_norm",
+        candidate=f"{BAD}:batch_dependent",
+        check=shrunk.outcome.check,
+        seed=0,
+        case=casefile.StoredCase(id="small"),
+        inputs=shrunk.inputs,
+    )
+    path = casefile.write(tmp_path / "small.safetensors", case)
+    back = casefile.read(path)
+    assert back.inputs["cast"] is shrunk.inputs["cast"]
+    assert torch.equal(back.inputs["x_tm"], shrunk.inputs["x_tm"])
+    assert back.inputs["x_tm"].stride() == shrunk.inputs["x_tm"].stride()
+    result = CliRunner().invoke(app, ["run", "--case", str(path)])
+    assert result.exit_code == 1
+    assert "not batch_invariant" in result.output
+    fixed = CliRunner().invoke(app, ["run", "--case", str(path), "--candidate", f"{BAD}:right"])
+    assert fixed.exit_code == 0
+
+
+def test_a_damaged_case_file_is_refused_with_its_path(shrunk, tmp_path):
+    case = casefile.CaseFile(
+        component="rms_norm",
+        op="rms_norm",
+        candidate="triton",
+        check="y_tm",
+        seed=0,
+        case=casefile.StoredCase(id="small"),
+        inputs=shrunk.inputs,
+    )
+    path = casefile.write(tmp_path / "small.safetensors", case)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(casefile.BadCaseFile, match=r"small\.safetensors: tensors were changed: expected SHA-256"):
+        casefile.read(path)
+    path.write_bytes(whole[:50])
+    with pytest.raises(casefile.BadCaseFile, match=r"small\.safetensors: not a readable case file"):
+        casefile.read(path)
+    with pytest.raises(TypeError, match="x: cannot be written"):
+        casefile.write(tmp_path / "odd.safetensors", replace(case, inputs={"x": object()}))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_case_file_may_not_name_foreign_types():
+    with pytest.raises(casefile.BadCaseFile, match=r"only name types of deeptwin\.reference"):
+        casefile._named("subprocess:Popen")
+
+
+# changed components
+
+
+def test_a_change_touches_the_components_that_import_it():
+    assert changed.affected_components(["reference/mla.py"]) == ("mla",)
+    assert set(changed.affected_components(["reference/rope.py"])) >= {"rope", "mla"}
+    assert set(changed.affected_components(["kernels/triton_ops/quant.py"])) >= {"quant", "rms_norm"}
+    assert "sparse_attn" in changed.affected_components(["parity/gate.py"])
+    assert changed.affected_components(["golden/rope/vectors.safetensors"]) == ("rope",)
+    assert changed.affected_components(["README.md"]) == ()
+
+
+def test_an_unknown_revision_is_bad_usage():
+    result = CliRunner().invoke(app, ["gate", "--changed", "no-such-revision"])
+    assert result.exit_code == 2
+    assert "no-such-revision" in result.output
+
+
+# reports
+
+
+def test_json_and_junit_hold_every_outcome():
+    outcomes = [outcome(Status.PASSED), outcome(Status.MISMATCH, check="z", message="broken \x00 byte")]
+    record = report.to_json(outcomes, command="deeptwin gate", environment={}, seed=3)
+    assert record["schema"] == "deeptwin.report/1"
+    assert [o["id"] for o in json.loads(json.dumps(record))["outcomes"]] == ["c.o/x/1/y", "c.o/x/1/z"]
+    root = ElementTree.fromstring(report.to_junit(outcomes))
+    assert root.find("testsuite").get("failures") == "1"
+    assert len(root.findall(".//testcase")) == 2
+
+
+# command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["run", "rms_nrom"], "Did you mean rms_norm"),
+        (["run", "rms_norm", "--candidate", "tritn"], "Did you mean triton"),
+        (["run", "rms_norm", "--candidate", "nowhere.py:f"], "no such file 'nowhere.py'"),
+        (["run", "rms_norm", "--candidate", "a:b:c d"], "expected path/to/file.py:function"),
+        (["run", "rms_norm", "--candidate", "triton", "--case", "t2-m7168"], "no case called"),
+        (["run", "rms_norm", "--op", "rms"], "no op called 'rms'"),
+        (["run"], "expected a component name or --case FILE"),
+        (["run", "--case", "gone.safetensors"], "no such file 'gone.safetensors'"),
+        (["gate", "--device", "tpu"], "expected cpu or cuda"),
+        (["gate", "--jobs", "0"], "expected at least 1"),
+        (["show", "nothing"], "no component called 'nothing'"),
+    ],
+)
+def test_bad_usage_exits_2_and_names_the_fix(arguments, text):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert text in result.output.replace("\n", " ")
+
+
+def test_a_required_architecture_that_did_not_run_exits_3():
+    result = CliRunner().invoke(app, ["gate", "-c", "rope", "--require", "sm90"])
+    assert result.exit_code == 3
+    assert "required but not run: sm90" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_cuda_without_a_device_exits_3():
+    result = CliRunner().invoke(app, ["gate", "--device", "cuda"])
+    assert result.exit_code == 3
+    assert "no CUDA device" in result.output
+
+
+def test_list_and_show_describe_every_operation():
+    listed = json.loads(CliRunner().invoke(app, ["list", "--json"]).output)
+    assert {entry["component"] for entry in listed} == {"mla", "quant", "rms_norm", "rope", "sparse_attn"}
+    shown = CliRunner().invoke(app, ["show", "sparse_attn"])
+    assert shown.exit_code == 0
+    assert "sparse_attn_decode(" in shown.output
+    assert "lse_th" in shown.output
+
+
+def test_a_candidate_is_matched_to_its_operation_by_signature(tmp_path):
+    kernel = tmp_path / "mine.py"
+    kernel.write_text("def my_pages(q_thd, kv_pod, idx_tk, sink_h, topk_length_t, *, scale, value_dim): ...\n")
+    result = CliRunner().invoke(app, ["run", "sparse_attn", "--candidate", f"{kernel}:my_pages", "--no-shrink"])
+    assert result.exit_code == 1
+    assert "sparse_attn.sparse_attn_decode/" in result.output
+    kernel.write_text("def other(a, b): ...\n")
+    result = CliRunner().invoke(app, ["run", "sparse_attn", "--candidate", f"{kernel}:other"])
+    assert result.exit_code == 2
+    assert "has the parameters of no operation" in result.output
+
+
+def test_importing_the_gate_does_not_import_a_kernel_language():
+    code = "import sys, deeptwin.parity.__main__; assert not {'triton', 'transformers'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# inputs
+
+
+def test_a_case_draws_the_same_bytes_every_time_and_others_under_another_seed():
+    case = cases_named("normal")[0]
+    draws = [OP.draw(case, case_rng("rms_norm", "rms_norm", case.id, seed))["x_tm"] for seed in (0, 0, 1)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_a_case_that_the_reference_refuses_is_an_error_of_the_case():
+    case = cases_named("normal")[0]
+    inputs = OP.draw(case, case_rng("rms_norm", "rms_norm", case.id, 0)) | {"eps": -1.0}
+    row = Candidate(name="right", function=f"{BAD}:right")
+    with Runner(Settings(jobs=1)) as runner:
+        found = runner.run_job(Job(card=CARD, op=OP, case=case, candidates=(row,), inputs=inputs))
+    assert [o.candidate for o in found] == ["reference"]
+    assert "the reference refuses this case: eps" in found[0].message
