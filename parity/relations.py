@@ -202,8 +202,13 @@ def _hooked(inputs: Inputs, context: Context) -> Iterator[Variant]:
     yield from context.relation.hook(inputs, context)
 
 
+def _batch_invariant(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    # a card has its own variants where NaN is no input or a group spans several rows
+    yield from (context.relation.hook or batch_invariant)(inputs, context)
+
+
 VARIANTS: dict[str, Callable[[Inputs, Context], Iterator[Variant]]] = {
-    "batch_invariant": batch_invariant,
+    "batch_invariant": _batch_invariant,
     "run_to_run": run_to_run,
     # the card's hook yields the variants of these
     "page_permutation": _hooked,

