@@ -13,7 +13,7 @@ export OPENBLAS_NUM_THREADS := 1
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test check gate clean
+.PHONY: setup demo test check gate ascend compile clean
 
 setup: $(STAMP)
 
@@ -38,7 +38,14 @@ check: $(STAMP)
 gate: $(STAMP)
 	$(BIN)/deeptwin gate
 
-test: check
+# the lowering tools of the Ascend 950, unpacked apart in the user's cache: one of their wheels would replace triton
+ascend: $(STAMP)
+	$(BIN)/python -m deeptwin.parity.builds.ascend_tools
+
+compile: ascend
+	$(BIN)/deeptwin compile --require sm90 --require sm100 --require ascend950
+
+test: check compile
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/deeptwin gate
 	$(BIN)/deeptwin mutants

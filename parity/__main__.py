@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -22,7 +22,7 @@ from .candidates import CandidateNotFound, check_spec, fitting_ops, is_path
 from .card import Candidate, Card, Op, card_names, load_card
 from .environment import facts
 from .gate import Job, Runner, Settings, plan, reference_row
-from .outcome import EXIT_FAILED, EXIT_NOT_RUN, EXIT_USAGE, Outcome, Status, exit_status
+from .outcome import BUILT, EXIT_FAILED, EXIT_NOT_RUN, EXIT_USAGE, Outcome, Status, exit_status
 
 app = typer.Typer(
     help="Judge a fast kernel against the readable reference: right or wrong, and on which smallest input.",
@@ -440,15 +440,10 @@ def gate(
     started = time.monotonic()
     settings = _settings(seed, full, device, jobs, timeout)
     names = [_card(name).component for name in component] if component else list(card_names())
-    if since is not None:
-        try:
-            touched = changed.affected_components(changed.changed_files(since))
-        except changed.GitError as error:
-            fail(str(error))
-        names = [name for name in names if name in touched]
-        if not names:
-            console.print(f"no component differs from {since}: nothing to judge")
-            return
+    names = _touched(names, since)
+    if not names:
+        console.print(f"no component differs from {since}: nothing to judge")
+        return
     cards = [load_card(name) for name in names]
     outcomes: list[Outcome] = [o for card in cards for o in goldens.verify(card)]
     work = [job for card in cards for op in card.ops for job in plan(card, op, full=full, device=device)]
@@ -531,6 +526,100 @@ def mutants(
     killed = sum(kill.outcome.status is Status.PASSED for kill in kills)
     console.print(f"\n{killed} of {len(kills)} mutants killed")
     raise typer.Exit(_finish(outcomes, settings, started, json_path, verbose=verbose))
+
+
+@app.command("compile")
+def compile_command(
+    arch: Annotated[
+        list[str] | None, typer.Option("--arch", help="sm90, sm100 or ascend950 (repeatable); by default all of them.")
+    ] = None,
+    component: Components = None,
+    since: Annotated[
+        str | None, typer.Option("--changed", help="Only components that differ from this git revision.")
+    ] = None,
+    require: Annotated[list[str] | None, typer.Option("--require", help="An architecture that must be built.")] = None,
+    jobs: Jobs = 2,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one build may take.")] = 600.0,
+    use_cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Build only what changed since it was last built here.")
+    ] = True,
+    update: Annotated[bool, typer.Option("--update", help="Record the numbers in golden/records/ARCH/.")] = False,
+    json_path: JsonPath = None,
+    junit: JunitPath = None,
+) -> None:
+    """Build every kernel for chips that are not there: matrix unit, registers, spills, memory. Nothing runs.
+
+    Examples: `deeptwin compile --arch sm100`, `deeptwin compile --changed main`,
+    `deeptwin compile --arch ascend950 --require ascend950 --component mla`
+    """
+    from .builds import records
+    from .builds.runner import BuildRunner, plan
+    from .builds.spec import ARCHS
+
+    started = time.monotonic()
+    archs = list(dict.fromkeys(_choose("arch", name, ARCHS, f"One of {', '.join(ARCHS)}.") for name in arch or ARCHS))
+    required = [_choose("arch", name, ARCHS, f"One of {', '.join(ARCHS)}.") for name in require or ()]
+    names = _touched([_card(name).component for name in component] if component else list(card_names()), since)
+    work = plan([load_card(name) for name in names], archs)
+    if not work:
+        console.print(f"no kernel to build differs from {since}" if since else "no card declares such a build")
+        raise typer.Exit(0 if since else EXIT_NOT_RUN)
+    with BuildRunner(jobs, timeout, use_cache, _build_progress(len(work))) as runner:
+        outcomes = [replace(o, required=o.check.partition("-")[0] in required) for o in runner.run(work)]
+    for name in archs:
+        built = [o for o in outcomes if o.check.partition("-")[0] == name]
+        records.show(console, name, built)
+        if update:
+            moved = records.update(name, built, complete=component is None and since is None)
+            console.print(f"{name}: {len(moved)} recorded anew" if moved else f"{name}: the record stands")
+    records.close(console, outcomes, seconds=time.monotonic() - started, reused=runner.reused)
+    _write_builds(outcomes, archs, json_path, junit)
+    code = exit_status(outcomes, ran=BUILT)
+    missing = [a for a in required if not any(o.check.partition("-")[0] == a and o.status in BUILT for o in outcomes)]
+    if missing:
+        console.print(f"required but not built: {', '.join(missing)}", style="bold red")
+        code = code or EXIT_NOT_RUN
+    raise typer.Exit(code)
+
+
+def _touched(names: list[str], since: str | None) -> list[str]:
+    """Those of the components that differ from a git revision; all of them without one."""
+    if since is None:
+        return names
+    try:
+        touched = changed.affected_components(changed.changed_files(since))
+    except changed.GitError as error:
+        fail(str(error))
+    return [name for name in names if name in touched]
+
+
+def _build_progress(total: int) -> Callable[[Outcome], None]:
+    """A line for every failure, and on a terminal one for every build."""
+    done = 0
+
+    def note(outcome: Outcome) -> None:
+        nonlocal done
+        done += 1
+        if outcome.status in report.FAILING or console.is_terminal:
+            console.print(f"{done}/{total} {report.line(outcome)}", markup=False, soft_wrap=True)
+
+    return note
+
+
+def _write_builds(outcomes: list[Outcome], archs: list[str], json_path: Path | None, junit: Path | None) -> None:
+    from .builds import records
+
+    if json_path is not None:
+        command = shlex.join(["deeptwin", *sys.argv[1:]])
+        written = report.to_json(outcomes, command=command, environment=facts("cpu"), seed=0)
+        written["exit"] = exit_status(outcomes, ran=BUILT)
+        written["toolchain"] = {name: records.compilers(name) for name in archs}
+        recorded = {name: records.read(name) for name in archs}
+        found = {o.id: records.changes(o, recorded[o.check.partition("-")[0]]) for o in outcomes}
+        written["changes"] = {name: differs for name, differs in found.items() if differs}
+        report.write_json(json_path, written)
+    if junit is not None:
+        report.write_atomically(junit, report.to_junit(outcomes))
 
 
 @app.command()

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from .builds.spec import BuildCase
 from .rules import Rule
 
 Inputs = dict[str, Any]  # keyword arguments of the reference function, without `num`
@@ -135,6 +136,7 @@ class Op:
     writes: str | None = None  # parameter written in place; it is then the only output
     relations: tuple[Relation, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    builds: tuple[BuildCase, ...] = ()  # what every kernel behind the candidates is built as, without a device
     peers: tuple[Peer, ...] = ()
     mutants: tuple[Mutant, ...] = ()
     controls: tuple[Candidate, ...] = ()  # right variants of the mutants' base: each must pass

@@ -41,8 +41,8 @@ def affected_components(files: Iterable[str]) -> tuple[str, ...]:
     touched = {_module_of(path) for path in files}
     if any(_judges_everything(path, names) for path in files):
         return names
-    imports = _import_graph()
-    return tuple(name for name in names if touched & (_reachable(_roots(name), imports) | _data(name)))
+    imports = import_graph()
+    return tuple(name for name in names if touched & (reachable(_roots(name), imports) | _data(name)))
 
 
 def _module_of(path: str) -> str:
@@ -55,11 +55,16 @@ def _judges_everything(path: str, names: tuple[str, ...]) -> bool:
     parts = Path(path).parts
     if parts[0] != "parity" or not path.endswith((".py", "ledger.json")):
         return False
+    if path.startswith("parity/builds/launches/"):  # the cards name them
+        return False
     return Path(path).stem not in names
 
 
 def _roots(name: str) -> set[str]:
-    rooms = ("reference", "optimized", "parity.cards", "parity.mutants", "parity.peers", "kernels.triton_ops", "tests")
+    rooms = (
+        *("reference", "optimized", "kernels.triton_ops", "kernels.tilelang_ops", "kernels.ascend_ops", "tests"),
+        *("parity.cards", "parity.mutants", "parity.peers", "parity.builds.launches"),
+    )
     return {f"{room}.{name}" for room in rooms} | {f"tests.test_{name}"}
 
 
@@ -67,7 +72,8 @@ def _data(name: str) -> set[str]:
     return {f"golden.{name}.manifest.json", f"golden.{name}.vectors.safetensors"}
 
 
-def _import_graph() -> dict[str, set[str]]:
+def import_graph() -> dict[str, set[str]]:
+    """Every module of the rooms with what it imports, lazily or not; names without `deeptwin.`."""
     graph: dict[str, set[str]] = {}
     for room in ROOMS:
         for path in (HOUSE / room).rglob("*.py"):
@@ -94,7 +100,8 @@ def _imports(path: Path, module: str) -> set[str]:
     return found
 
 
-def _reachable(roots: set[str], graph: dict[str, set[str]]) -> set[str]:
+def reachable(roots: set[str], graph: dict[str, set[str]]) -> set[str]:
+    """The roots and everything that they import, directly or not."""
     seen: set[str] = set()
     waiting = list(roots)
     while waiting:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,15 +69,21 @@ class Outcome:
 
 
 EXIT_PASSED, EXIT_FAILED, EXIT_USAGE, EXIT_NOT_RUN = 0, 1, 2, 3
+JUDGED = (Status.PASSED, Status.KNOWN_FAILURE)
+BUILT = (Status.COMPILED, Status.LOWERED, Status.KNOWN_FAILURE)
 
 
-def exit_status(outcomes: Iterable[Outcome]) -> int:
-    """0: every promised check ran and passed; 1: one failed; 3: something required did not run, or nothing ran."""
+def exit_status(outcomes: Iterable[Outcome], *, ran: Collection[Status] = JUDGED) -> int:
+    """0: every promised check ran and passed; 1: one failed; 3: something required did not run, or nothing ran.
+
+    `ran` are the statuses of something that ran: a gate that only compiled has judged nothing, a build has not failed
+    for that, so `ran=BUILT` there.
+    """
     seen = list(outcomes)
     if any(o.status in (Status.MISMATCH, Status.ERROR) for o in seen):
         return EXIT_FAILED
-    compared = any(o.status in (Status.PASSED, Status.KNOWN_FAILURE) for o in seen)
-    if not compared or any(o.status is Status.UNSUPPORTED and o.required for o in seen):
+    nothing = not any(o.status in ran for o in seen)
+    if nothing or any(o.status is Status.UNSUPPORTED and o.required for o in seen):
         return EXIT_NOT_RUN
     return EXIT_PASSED
 

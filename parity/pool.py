@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import IO
 
 from .house import worker_environment
-from .protocol import Reply, Request, pack, unpack
+from .protocol import BuildRequest, Reply, Request, pack, unpack
 
 LOG_TAIL = 2000
 
@@ -20,9 +20,10 @@ LOG_TAIL = 2000
 class Worker:
     """One persistent worker process. `ask` never raises for what a candidate does."""
 
-    def __init__(self, device: str = "cpu", timeout: float = 60.0) -> None:
+    def __init__(self, device: str = "cpu", timeout: float = 60.0, module: str = "deeptwin.parity.worker") -> None:
         self.device = device
         self.timeout = timeout
+        self.module = module
         self.process: subprocess.Popen[bytes] | None = None
         self._inbox: Connection | None = None
         self._outbox: Connection | None = None
@@ -33,7 +34,7 @@ class Worker:
         to_child, from_child = os.pipe(), os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "deeptwin.parity.worker", str(to_child[0]), str(from_child[1])],
+            [sys.executable, "-m", self.module, str(to_child[0]), str(from_child[1])],
             pass_fds=(to_child[0], from_child[1]),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -46,7 +47,7 @@ class Worker:
         self._outbox = Connection(to_child[1], readable=False)
         self._inbox = Connection(from_child[0], writable=False)
 
-    def ask(self, request: Request, timeout: float | None = None) -> Reply:
+    def ask(self, request: Request | BuildRequest, timeout: float | None = None) -> Reply:
         """Send one request and wait for its reply; a dead or silent worker is replaced and reported."""
         if self.process is None or self.process.poll() is not None:
             self.stop()

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .builds.spec import BuildCase
 from .card import Inputs, Outputs
+from .outcome import Outcome
 from .relations import Finding
 
 
@@ -32,6 +34,16 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """One kernel to build; answered by the compile worker."""
+
+    component: str
+    op: str
+    case: BuildCase
+    arch: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reply:
     """What happened. `status`: ok, violation, unsupported, error (raised), broken (cannot be called at all)."""
 
@@ -40,6 +52,7 @@ class Reply:
     trace: str = ""
     outputs: Outputs = field(default_factory=dict)
     finding: Finding | None = None
+    builds: tuple[Outcome, ...] = ()
 
 
 class _Pickler(pickle.Pickler):
@@ -57,7 +70,7 @@ def _tensor(stored: bytes, dtype: torch.dtype, size: tuple[int, ...], stride: tu
     return flat.view(dtype).as_strided(size, stride, offset)
 
 
-def pack(message: Request | Reply) -> bytes:
+def pack(message: Request | BuildRequest | Reply) -> bytes:
     """The bytes of a message; tensors travel with their whole storage."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(message)

@@ -22,7 +22,10 @@ STYLES = {
     Status.ERROR: "bold red",
     Status.UNSUPPORTED: "yellow",
     Status.KNOWN_FAILURE: "yellow",
+    Status.COMPILED: "green",
+    Status.LOWERED: "green",
 }
+GOOD = (Status.PASSED, Status.COMPILED, Status.LOWERED)
 FAILING = (Status.MISMATCH, Status.ERROR)
 SHOWN_FAILURES = 5
 
@@ -35,7 +38,7 @@ def by_weight(failures: Iterable[Outcome]) -> list[Outcome]:
 def line(outcome: Outcome) -> str:
     """One outcome on one line."""
     used = "" if outcome.budget_used is None else f"  budget {outcome.budget_used:.2g}"
-    tail = f"  {outcome.message.splitlines()[0]}" if outcome.message and outcome.status is not Status.PASSED else ""
+    tail = f"  {outcome.message.splitlines()[0]}" if outcome.message and outcome.status not in GOOD else ""
     return f"{outcome.status.value:<13} {outcome.id}{used}{tail}"
 
 

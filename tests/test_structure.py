@@ -837,6 +837,71 @@ def test_a_card_with_a_wrong_or_missing_row_is_found() -> None:
     assert len(card_faults(wrong, sources)) == 2
 
 
+# every kernel is built for the chips that the project names, and its card says what the build must show
+
+KERNEL_FOLDERS = tuple(f"kernels/{dsl}" for dsl in DSL)
+
+
+def kernels_to_build(sources: Mapping[str, Source]) -> set[tuple[str, str]]:
+    """Triton kernels that some launcher of the house starts, and functions that return a TileLang program."""
+    jitted: dict[str, set[tuple[str, str]]] = {}
+    programs = set()
+    for source in sources.values():
+        for node in source.tree.body:
+            if not isinstance(node, ast.FunctionDef) or source.stem in KERNEL_TOOLS:
+                continue
+            if is_jitted(node):
+                jitted.setdefault(node.name, set()).add((source.path, node.name))
+            elif any(mentions(mark, "prim_func") for inner in ast.walk(node) for mark in decorators(inner)):
+                programs.add((source.path, node.name))
+    started = {
+        getattr(call.func.value, "id", "")
+        for source in sources.values()
+        for call, _ in calls(source.tree)
+        if isinstance(call.func, ast.Subscript)
+    }
+    return programs.union(*(jitted[name] for name in started if name in jitted))
+
+
+def decorators(node: ast.AST) -> list[ast.expr]:
+    return node.decorator_list if isinstance(node, ast.FunctionDef) else []
+
+
+def built_kernels(card: Source) -> set[tuple[str, str]]:
+    """What the `BuildCase(kernel=…)` rows of a card name."""
+    rows = [node for node, name in calls(card.tree) if name == "BuildCase"]
+    strings = [keyword.value for row in rows for keyword in row.keywords if keyword.arg == "kernel"]
+    found = [re.fullmatch(r"deeptwin\.([\w.]+):(\w+)", str(getattr(value, "value", ""))) for value in strings]
+    return {(match[1].replace(".", "/") + ".py", match[2]) for match in found if match}
+
+
+def unbuilt(sources: Mapping[str, Source], cards: list[Source]) -> list[str]:
+    built = set().union(*(built_kernels(card) for card in cards))
+    return [
+        f"{path}: {name} is built for no chip: give its card a BuildCase with the matrix unit and limits it must have"
+        for path, name in sorted(kernels_to_build(sources) - built)
+    ]
+
+
+def test_every_kernel_has_a_build_in_a_card() -> None:
+    sources = {source.path: source for source in house_sources(*KERNEL_FOLDERS)}
+    assert len(kernels_to_build(sources)) >= 12
+    assert unbuilt(sources, house_sources("parity/cards")) == []
+
+
+def test_a_kernel_without_a_build_is_found() -> None:
+    path = "kernels/triton_ops/a.py"
+    helper = "@triton.jit\ndef helper(x): pass\n"
+    sources = {path: Source(path, LAUNCH + helper + KERNEL + "def launch(x):\n    k[(1,)](x)")}
+    card = Source("parity/cards/a.py", "B = BuildCase(name='b', kernel='deeptwin.kernels.triton_ops.a:k')")
+    other = Source("parity/cards/a.py", "B = BuildCase(name='b', kernel='deeptwin.kernels.triton_ops.a:j')")
+    assert unbuilt(sources, [card]) == []
+    assert [fault.split()[1] for fault in unbuilt(sources, [other])] == ["k"]
+    path = "kernels/ascend_ops/a.py"
+    program = "def make(n):\n    @T.prim_func\n    def run(x): pass\n    return run\n"
+    assert [fault.split()[1] for fault in unbuilt({path: Source(path, program)}, [card])] == ["make"]
+
+
 # the doorway
 
 

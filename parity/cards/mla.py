@@ -17,6 +17,9 @@ from deeptwin.reference.rope import rope_frequencies, rope_table, table_magnitud
 from deeptwin.reference.weights import Latents, MlaWeights
 
 from .. import draws, texts
+from ..builds.ascend_presets import MATRIX, VECTOR
+from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
+from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
 from ..peers.mla import TINY
 from ..relations import CallFn, Context, Variant, join_rows, pick_rows
@@ -749,6 +752,20 @@ PREFILL = Op(
         Relation(name="causality", axis="later keys", hook=prefill_future, only=several_queries),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.mla:mla_prefill_triton"),),
+    builds=(
+        BuildCase(
+            name="h128",
+            kernel="deeptwin.kernels.triton_ops.mla_prefill:_prefill",
+            launch="deeptwin.parity.builds.launches.mla:prefill_h128",
+            expect=PRODUCT | MATRIX,
+        ),
+        BuildCase(
+            name="h128-fp32",
+            kernel="deeptwin.kernels.triton_ops.mla_prefill:_prefill",
+            launch="deeptwin.parity.builds.launches.mla:prefill_h128_fp32",
+            expect=NO_PRODUCT | MATRIX,
+        ),
+    ),
     mutants=(
         _core("last_chunk_lost", "U01", "the newest chunk is lost in the merge"),
         _core("chunks_merged_equally", "U01", "chunks are merged with equal masses"),
@@ -792,6 +809,56 @@ DECODE = Op(
         ),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.mla:mla_decode_triton"),),
+    builds=(
+        BuildCase(
+            name="h128",
+            kernel="deeptwin.kernels.triton_ops.mla:_decode_split",
+            launch="deeptwin.parity.builds.launches.mla:decode_h128",
+            expect=FULL_REGISTERS | MATRIX,
+        ),
+        BuildCase(
+            name="h128-combine",
+            kernel="deeptwin.kernels.triton_ops.split_softmax:_combine_splits",
+            launch="deeptwin.parity.builds.launches.mla:decode_h128",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="h128-one-split",
+            kernel="deeptwin.kernels.triton_ops.mla:_decode_split",
+            launch="deeptwin.parity.builds.launches.mla:decode_h128_one_split",
+            expect=FULL_REGISTERS | MATRIX,
+        ),
+        BuildCase(
+            name="h128-verify",
+            kernel="deeptwin.kernels.triton_ops.mla:_decode_split",
+            launch="deeptwin.parity.builds.launches.mla:verify_h128",
+            expect=FULL_REGISTERS | MATRIX,
+        ),
+        BuildCase(
+            name="h16",
+            kernel="deeptwin.kernels.triton_ops.mla:_decode_split",
+            launch="deeptwin.parity.builds.launches.mla:decode_h16",
+            expect=FEW_HEADS | MATRIX,
+        ),
+        BuildCase(
+            name="h16-combine",
+            kernel="deeptwin.kernels.triton_ops.split_softmax:_combine_splits",
+            launch="deeptwin.parity.builds.launches.mla:decode_h16",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="h128-fp32",
+            kernel="deeptwin.kernels.triton_ops.mla:_decode_split",
+            launch="deeptwin.parity.builds.launches.mla:decode_h128_fp32",
+            expect=NO_PRODUCT | MATRIX,
+        ),
+        BuildCase(
+            name="h128-fp32-combine",
+            kernel="deeptwin.kernels.triton_ops.split_softmax:_combine_splits",
+            launch="deeptwin.parity.builds.launches.mla:decode_h128_fp32",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     mutants=(
         _core("splits_merged_in_base_2", "U03", "a base-2 LSE goes into a natural-log merge of splits"),
         _core("last_split_lost", "U01", "the newest split is lost in the merge"),
@@ -829,6 +896,14 @@ STORE = Op(
         Relation(name="layout_round_trip", axis="writer to reader", hook=read_back, partner="mla_decode"),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.mla:store_latent_triton"),),
+    builds=(
+        BuildCase(
+            name="d576",
+            kernel="deeptwin.kernels.triton_ops.mla:_store_rows",
+            launch="deeptwin.parity.builds.launches.mla:store_576",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     mutants=(
         _core("slot_minus_one_wraps", "U79", "slot −1 wraps to the last slot of the last page"),
         _core("store_ignores_page_stride", "U22", "pages are written as if they were contiguous"),

@@ -14,6 +14,9 @@ from torch import Tensor
 from deeptwin.reference.config import QUANT_FORMATS, CodeKind, QuantFormat, ScaleKind
 
 from .. import draws
+from ..builds.ascend_presets import VECTOR, WIDENS_E4M3
+from ..builds.presets import NO_PRODUCT
+from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
 from ..relations import CallFn, Context, Variant, batch_invariant, pick_rows, row_chunks, take
 from ..rules import Bitwise
@@ -358,6 +361,60 @@ def _representable(case: Any) -> bool:
     return case.regime == "codebook"
 
 
+QUANTIZE_BUILDS = {
+    (CodeKind.E4M3, ScaleKind.UE8M0): (
+        BuildCase(
+            name="1x128-m7168",
+            kernel="deeptwin.kernels.triton_ops.quant:_quantize_rows",
+            launch="deeptwin.parity.builds.launches.quant:quantize_fp8_1x128_ue8m0",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="1x32-m5120",
+            kernel="deeptwin.kernels.triton_ops.quant:_quantize_rows",
+            launch="deeptwin.parity.builds.launches.quant:quantize_q8",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
+    (CodeKind.E4M3, ScaleKind.F32): (
+        BuildCase(
+            name="1x128-m7168",
+            kernel="deeptwin.kernels.triton_ops.quant:_quantize_rows",
+            launch="deeptwin.parity.builds.launches.quant:quantize_fp8_1x128",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="128x128-m7168",
+            kernel="deeptwin.kernels.triton_ops.quant:_quantize_blocks",
+            launch="deeptwin.parity.builds.launches.quant:quantize_fp8_128x128",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
+    (CodeKind.E2M1, ScaleKind.UE8M0): (
+        BuildCase(
+            name="mxfp4-m7168",
+            kernel="deeptwin.kernels.triton_ops.quant:_quantize_rows",
+            launch="deeptwin.parity.builds.launches.quant:quantize_mxfp4",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="q4i-m128",
+            kernel="deeptwin.kernels.triton_ops.quant:_quantize_rows",
+            launch="deeptwin.parity.builds.launches.quant:quantize_q4i",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
+    (CodeKind.E2M1, ScaleKind.E4M3): (
+        BuildCase(
+            name="q4k-m512",
+            kernel="deeptwin.kernels.triton_ops.quant:_quantize_rows",
+            launch="deeptwin.parity.builds.launches.quant:quantize_q4k",
+            expect=NO_PRODUCT | WIDENS_E4M3,
+        ),
+    ),
+}
+
+
 def _quantize_op(
     code: CodeKind, scale: ScaleKind, peers: tuple[Peer, ...], mutants: tuple[Mutant, ...], controls: tuple[str, ...]
 ) -> Op:
@@ -395,6 +452,7 @@ def _quantize_op(
             ),
         ),
         candidates=(Candidate(name="triton", function="deeptwin.optimized.quant:quantize_triton"),),
+        builds=QUANTIZE_BUILDS[code, scale],
         peers=peers,
         mutants=mutants,
         controls=tuple(_control(name) for name in controls),
@@ -524,6 +582,38 @@ DEQUANTIZE = Op(
         ),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.quant:dequantize_triton"),),
+    builds=(
+        BuildCase(
+            name="fp8-1x128-m7168",
+            kernel="deeptwin.kernels.triton_ops.quant:_dequantize",
+            launch="deeptwin.parity.builds.launches.quant:dequantize_fp8_1x128",
+            expect=NO_PRODUCT | WIDENS_E4M3,
+        ),
+        BuildCase(
+            name="fp8-128x128-m7168",
+            kernel="deeptwin.kernels.triton_ops.quant:_dequantize",
+            launch="deeptwin.parity.builds.launches.quant:dequantize_fp8_128x128",
+            expect=NO_PRODUCT | WIDENS_E4M3,
+        ),
+        BuildCase(
+            name="q8-m5120",
+            kernel="deeptwin.kernels.triton_ops.quant:_dequantize",
+            launch="deeptwin.parity.builds.launches.quant:dequantize_q8",
+            expect=NO_PRODUCT | WIDENS_E4M3,
+        ),
+        BuildCase(
+            name="mxfp4-m7168",
+            kernel="deeptwin.kernels.triton_ops.quant:_dequantize",
+            launch="deeptwin.parity.builds.launches.quant:dequantize_mxfp4",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="q4k-m512",
+            kernel="deeptwin.kernels.triton_ops.quant:_dequantize",
+            launch="deeptwin.parity.builds.launches.quant:dequantize_q4k",
+            expect=NO_PRODUCT | WIDENS_E4M3,
+        ),
+    ),
     peers=(
         Peer(
             name="tile-kernels",

@@ -14,6 +14,9 @@ from torch import Tensor
 from deeptwin.reference.config import QUANT_FORMATS, QuantFormat, ScaleKind, WeightCast
 
 from .. import draws
+from ..builds.ascend_presets import VECTOR
+from ..builds.presets import NO_PRODUCT
+from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
 from ..floats import ordered, ulp_distance
 from ..relations import CallFn, Variant, row_chunks
@@ -268,6 +271,32 @@ NORM = Op(
     out_rows={"y_tm": 0},
     relations=_relations(None),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.rms_norm:rms_norm_triton"),),
+    builds=(
+        BuildCase(
+            name="m7168",
+            kernel="deeptwin.kernels.triton_ops.rms_norm:_rms_norm",
+            launch="deeptwin.parity.builds.launches.rms_norm:norm_7168",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="m5120",
+            kernel="deeptwin.kernels.triton_ops.rms_norm:_rms_norm",
+            launch="deeptwin.parity.builds.launches.rms_norm:norm_5120",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="m512-before-weight",
+            kernel="deeptwin.kernels.triton_ops.rms_norm:_rms_norm",
+            launch="deeptwin.parity.builds.launches.rms_norm:norm_512",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="m5120-fp32",
+            kernel="deeptwin.kernels.triton_ops.rms_norm:_rms_norm",
+            launch="deeptwin.parity.builds.launches.rms_norm:norm_5120_fp32",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     peers=(
         Peer(
             name="transformers",
@@ -318,7 +347,9 @@ NORM = Op(
 )
 
 
-def _quant_op(name: str, formats: Callable[[bool], list[NormCase]], sf: torch.dtype, golden: Any) -> Op:
+def _quant_op(
+    name: str, formats: Callable[[bool], list[NormCase]], sf: torch.dtype, golden: Any, builds: tuple[BuildCase, ...]
+) -> Op:
     return Op(
         name=name,
         reference="deeptwin.reference.rms_norm:rms_norm_quant",
@@ -336,6 +367,7 @@ def _quant_op(name: str, formats: Callable[[bool], list[NormCase]], sf: torch.dt
             Relation(name="layout_round_trip", axis="norm, then quantiser", hook=quantises_what_it_stores),
         ),
         candidates=(Candidate(name="triton", function="deeptwin.optimized.rms_norm:rms_norm_quant_triton"),),
+        builds=builds,
         mutants=(
             _mutant("codes_of_unrounded_norm", "U86", "codes come from the norm before its rounding to bf16"),
             _mutant("amax_of_unrounded_norm", "U86", "amax comes from the norm before its rounding to bf16"),
@@ -352,6 +384,44 @@ def _quant_op(name: str, formats: Callable[[bool], list[NormCase]], sf: torch.dt
     )
 
 
+QUANT_BUILDS = (
+    BuildCase(
+        name="m5120-1x32",
+        kernel="deeptwin.kernels.triton_ops.rms_norm:_rms_norm_quant",
+        launch="deeptwin.parity.builds.launches.rms_norm:norm_quant_5120_1x32",
+        expect=NO_PRODUCT | VECTOR,
+    ),
+    BuildCase(
+        name="tilelang-m5120-1x32",
+        dsl="tilelang",
+        kernel="deeptwin.kernels.ascend_ops.rms_norm:rms_norm_quant_program",
+        launch="deeptwin.parity.builds.launches.rms_norm_tilelang:ascend_5120_q8",
+        expect={"ascend950-simd": Expect(mma=None)},
+    ),
+    BuildCase(
+        name="tilelang-m7168-1x128",
+        dsl="tilelang",
+        kernel="deeptwin.kernels.ascend_ops.rms_norm:rms_norm_quant_program",
+        launch="deeptwin.parity.builds.launches.rms_norm_tilelang:ascend_7168_fp8_1x128_ue8m0",
+        expect={"ascend950-simd": Expect(mma=None)},
+    ),
+)
+QUANT_F32_BUILDS = (
+    BuildCase(
+        name="m7168-1x128",
+        kernel="deeptwin.kernels.triton_ops.rms_norm:_rms_norm_quant",
+        launch="deeptwin.parity.builds.launches.rms_norm:norm_quant_7168_1x128",
+        expect=NO_PRODUCT | VECTOR,
+    ),
+    BuildCase(
+        name="tilelang-m7168-1x128",
+        dsl="tilelang",
+        kernel="deeptwin.kernels.ascend_ops.rms_norm:rms_norm_quant_program",
+        launch="deeptwin.parity.builds.launches.rms_norm_tilelang:ascend_7168_fp8_1x128",
+        expect={"ascend950-simd": Expect(mma=None)},
+    ),
+)
+
 CARD = Card(
     component="rms_norm",
     summary="root-mean-square norm, alone and fused with a group quantiser",
@@ -363,8 +433,8 @@ CARD = Card(
     },
     ops=(
         NORM,
-        _quant_op("rms_norm_quant", cases_quant, torch.uint8, golden_quant),
-        _quant_op("rms_norm_quant_f32", cases_quant_f32, torch.float32, tuple),
+        _quant_op("rms_norm_quant", cases_quant, torch.uint8, golden_quant, QUANT_BUILDS),
+        _quant_op("rms_norm_quant_f32", cases_quant_f32, torch.float32, tuple, QUANT_F32_BUILDS),
     ),
     equivalents=(
         Equivalent(name="order of summation", reason="the contract rounds the sum once; honest orders stay within u"),

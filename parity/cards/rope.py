@@ -13,6 +13,9 @@ from deeptwin.reference.config import MscaleRule, Pairing, RopeConfig, RopeSpan,
 from deeptwin.reference.rope import rope_frequencies, rope_table
 
 from .. import draws
+from ..builds.ascend_presets import FP64, VECTOR
+from ..builds.presets import FP64_ANGLES, NO_PRODUCT
+from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Peer, Relation
 from ..relations import row_chunks
 from ..rules import Bitwise, Budget, Close, OneRounding
@@ -243,6 +246,32 @@ ROPE = Op(
         Relation(name="run_to_run", axis="repeats", only=few_calls),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.rope:rope_triton"),),
+    builds=(
+        BuildCase(
+            name="query-v3",
+            kernel="deeptwin.kernels.triton_ops.rope:_rope",
+            launch="deeptwin.parity.builds.launches.rope:query_v3",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="key-v3",
+            kernel="deeptwin.kernels.triton_ops.rope:_rope",
+            launch="deeptwin.parity.builds.launches.rope:key_v3",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="query-v41-inverse",
+            kernel="deeptwin.kernels.triton_ops.rope:_rope",
+            launch="deeptwin.parity.builds.launches.rope:query_v41_inverse",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="indexer-v32",
+            kernel="deeptwin.kernels.triton_ops.rope:_rope",
+            launch="deeptwin.parity.builds.launches.rope:indexer_v32",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     peers=(
         Peer(
             name="transformers",
@@ -297,6 +326,14 @@ TABLE = Op(
         Relation(name="run_to_run", axis="repeats", only=few_rows),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.rope:rope_table_triton"),),
+    builds=(
+        BuildCase(
+            name="table",
+            kernel="deeptwin.kernels.triton_ops.rope:_rope_table",
+            launch="deeptwin.parity.builds.launches.rope:table",
+            expect=FP64_ANGLES | FP64,
+        ),
+    ),
     peers=(
         Peer(
             name="transformers",

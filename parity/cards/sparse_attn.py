@@ -10,6 +10,9 @@ import numpy as np
 import torch
 
 from .. import draws
+from ..builds.ascend_presets import MATRIX, VECTOR
+from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
+from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Peer, Relation
 from ..relations import Context, Variant, row_chunks
 from ..rules import ATTENTION, LSE, Close
@@ -303,6 +306,71 @@ PREFILL = Op(
         Relation(name="causality", axis="unlisted rows", hook=poison_unlisted, only=finite),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.sparse_attn:sparse_attn_triton"),),
+    builds=(
+        BuildCase(
+            name="h64-d512",
+            kernel="deeptwin.kernels.triton_ops.sparse_attn:_attend_split",
+            launch="deeptwin.parity.builds.launches.sparse_attn:prefill_h64_d512",
+            expect=PRODUCT | MATRIX,
+        ),
+        BuildCase(
+            name="h128-d512",
+            kernel="deeptwin.kernels.triton_ops.sparse_attn:_attend_split",
+            launch="deeptwin.parity.builds.launches.sparse_attn:prefill_h128_d512",
+            expect=PRODUCT | MATRIX,
+        ),
+        BuildCase(
+            name="h128-d512-combine",
+            kernel="deeptwin.kernels.triton_ops.split_softmax:_combine_splits",
+            launch="deeptwin.parity.builds.launches.sparse_attn:prefill_h128_d512",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="h128-d576",
+            kernel="deeptwin.kernels.triton_ops.sparse_attn:_attend_split",
+            launch="deeptwin.parity.builds.launches.sparse_attn:prefill_h128_d576",
+            expect=FULL_REGISTERS | MATRIX,
+        ),
+        BuildCase(
+            name="h128-d576-combine",
+            kernel="deeptwin.kernels.triton_ops.split_softmax:_combine_splits",
+            launch="deeptwin.parity.builds.launches.sparse_attn:prefill_h128_d576",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="h16-d512",
+            kernel="deeptwin.kernels.triton_ops.sparse_attn:_attend_split",
+            launch="deeptwin.parity.builds.launches.sparse_attn:prefill_h16_d512",
+            expect=FEW_HEADS | MATRIX,
+        ),
+        BuildCase(
+            name="h64-d512-fp32",
+            kernel="deeptwin.kernels.triton_ops.sparse_attn:_attend_split",
+            launch="deeptwin.parity.builds.launches.sparse_attn:prefill_h64_d512_fp32",
+            expect=NO_PRODUCT | MATRIX,
+        ),
+        BuildCase(
+            name="tilelang-h64-d512",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.sparse_attn:attend_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:sm100_h64_d512",
+            expect={"sm100": Expect(mma="tcgen05")},
+        ),
+        BuildCase(
+            name="tilelang-h128-d512",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.sparse_attn:attend_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:sm100_h128_d512",
+            expect={"sm100": Expect(mma="tcgen05")},
+        ),
+        BuildCase(
+            name="tilelang-h128-d576",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.sparse_attn:attend_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:sm100_h128_d576",
+            expect={"sm100": Expect(mma="tcgen05")},
+        ),
+    ),
     peers=(
         Peer(
             name="torch-sdpa",
@@ -362,6 +430,40 @@ DECODE = Op(
         Relation(name="masked_equals_absent", axis="list entries", hook=more_holes),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.sparse_attn:sparse_attn_decode_triton"),),
+    builds=(
+        BuildCase(
+            name="h64-d512",
+            kernel="deeptwin.kernels.triton_ops.sparse_attn:_attend_split",
+            launch="deeptwin.parity.builds.launches.sparse_attn:decode_h64_d512",
+            expect=FULL_REGISTERS | MATRIX,
+        ),
+        BuildCase(
+            name="h128-d576",
+            kernel="deeptwin.kernels.triton_ops.sparse_attn:_attend_split",
+            launch="deeptwin.parity.builds.launches.sparse_attn:decode_h128_d576",
+            expect=FULL_REGISTERS | MATRIX,
+        ),
+        BuildCase(
+            name="h128-d576-combine",
+            kernel="deeptwin.kernels.triton_ops.split_softmax:_combine_splits",
+            launch="deeptwin.parity.builds.launches.sparse_attn:decode_h128_d576",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="tilelang-h64-d512",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.sparse_attn:sparse_attn_decode_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:ascend_h64_d512",
+            expect={"ascend950-simd": Expect(mma="cube")},
+        ),
+        BuildCase(
+            name="tilelang-h64-d576",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.sparse_attn:sparse_attn_decode_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:ascend_h64_d576",
+            expect={"ascend950-simd": Expect(mma="cube")},
+        ),
+    ),
     mutants=(
         _mutant("decode_ignores_page_stride", "U22", "pages are read as if they were contiguous"),
         _mutant("decode_reads_page_0_for_holes", "U74", "holes read page 0, whose NaN meets a zero weight"),

@@ -1,0 +1,1 @@
+"""Builds without a device: what one shipped launch compiles, and the compilers that are asked to."""

@@ -1,0 +1,1 @@
+"""The production calls that are built: functions without arguments that launch on tensors without memory."""
