@@ -21,6 +21,7 @@ from . import casefile, changed, goldens, mutation, report, shrink
 from .candidates import CandidateNotFound, check_spec, fitting_ops, is_path
 from .card import Candidate, Card, Op, card_names, load_card
 from .environment import facts
+from .files import replacing, write_json
 from .gate import Job, Runner, Settings, plan, reference_row
 from .outcome import EXIT_FAILED, EXIT_NOT_RUN, EXIT_USAGE, Outcome, Status, exit_status
 
@@ -191,9 +192,10 @@ def _finish(
             environment=facts(settings.device),
             seed=settings.seed,
         )
-        report.write_json(json_path, record)
+        write_json(json_path, record)
     if junit is not None:
-        report.write_atomically(junit, report.to_junit(outcomes))
+        with replacing(junit) as aside:
+            aside.write_bytes(report.to_junit(outcomes))
     return exit_status(outcomes)
 
 
@@ -457,7 +459,7 @@ def gate(
     if record is not None:
         command = shlex.join(["deeptwin", *sys.argv[1:]])
         kept = report.to_record(outcomes, command=command, environment=facts(device), seed=seed)
-        report.write_json(record, kept)
+        write_json(record, kept)
     have = {"cpu"} if device == "cpu" else {facts("cuda")["capability"]}
     missing = sorted(set(require or ()) - have)
     if missing:

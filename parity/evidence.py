@@ -20,11 +20,11 @@ import torch
 
 from .card import Op, case_rng, load_card, resolve
 from .environment import facts, fixed_numerics
+from .files import write_json
 from .guard import accepted_parameters
 from .judge import judge
 from .oracles import OracleSet
 from .outcome import Status
-from .report import write_json
 from .rules import Rule, TopK
 
 FOLDER = Path(__file__).with_name("evidence")
@@ -119,7 +119,7 @@ def measure(kind: Kind, seeds: int) -> dict[str, Any]:
         "judgements": judgements,
         "false_alarms": len(alarms),
         "alarms": alarms[:20],
-        "worst": {k: v for k, v in sorted(worst.items()) if k not in ("differ", "elements")},
+        "worst": {k: v for k, v in sorted(worst.items()) if k not in ("differ", "elements", "burst")},
         "share_of_elements_that_differ": {k: v[0] / v[1] for k, v in sorted(rate.items()) if v[1]},
         "kills": _kills(kind, op),
     }

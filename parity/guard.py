@@ -43,7 +43,7 @@ class GuardedTensor:
         """Copy the storage of `source` (gaps of a strided view included) to guarded memory on `device`."""
         size = source.untyped_storage().nbytes()
         buffer = torch.full((size + 2 * GUARD_BYTES,), 0xFF, dtype=torch.uint8, device=device)
-        stored = torch.tensor([], dtype=torch.uint8).set_(source.untyped_storage())
+        stored = torch.tensor([], dtype=torch.uint8).set_(source.cpu().untyped_storage())
         buffer[GUARD_BYTES : GUARD_BYTES + size] = stored.to(device)
         whole = buffer[GUARD_BYTES : GUARD_BYTES + size].view(source.dtype)
         view = whole.as_strided(source.size(), source.stride(), whole.storage_offset() + source.storage_offset())

@@ -196,7 +196,9 @@ class OneRounding:
     `cancellation` counts ulps at no less than that share of the row's rms: where a short sum cancels, an fp32
     evaluation is off by more than an ulp of the tiny result although every step was rounded once (RoPE pairs).
     The share of differing elements is judged here only when the tensor is large enough; the gate also judges it
-    over all cases of a regime together.
+    over all cases of a regime together. One burst is allowed on top: a bf16 row has 128 mantissas, and where an honest
+    last-bit difference of the row's scale moves one product across a midpoint, all elements with that mantissa flip
+    together (measured on norms: 42 of 15 360 in one of 4 500 judgements). Truncation differs in half of the elements.
     """
 
     cancellation: float = 0.0
@@ -212,15 +214,21 @@ class OneRounding:
             small = (got.to(torch.float64) - wide).abs() <= step
             ulps = torch.where(small, ulps.clamp_max(1), ulps)
         worst_ulps = ulps.max().item() if ulps.numel() else 0.0
-        rate = differ / max(got.numel(), 1)
-        rate_used = rate / RATE_LIMIT if got.numel() >= RATE_MIN_ELEMENTS else 0.0
+        burst = got.shape[-1] * 4 * unit_roundoff(got.dtype)
+        allowed = RATE_LIMIT * max(got.numel(), RATE_MIN_ELEMENTS) + burst
+        rate_used = differ / allowed if got.numel() >= RATE_MIN_ELEMENTS else 0.0
         used = max(worst_ulps / 2.0 if worst_ulps > 1 else 0.0, rate_used)
         return Judgement(
             ok=worst_ulps <= 1 and rate_used <= 1.0,
-            used=used if used > 0 else differ / max(RATE_LIMIT * max(got.numel(), RATE_MIN_ELEMENTS), 1),
+            used=used if used > 0 else differ / allowed,
             message=f"{worst_ulps:g} ulp at worst, {differ} of {got.numel()} elements differ",
             worst=worst_at(got, expected, ulps) if differ else None,
-            metrics={"ulps": worst_ulps, "differ": float(differ), "elements": float(got.numel())},
+            metrics={
+                "ulps": worst_ulps,
+                "differ": float(differ),
+                "elements": float(got.numel()),
+                "burst": burst,
+            },
         )
 
 
@@ -355,11 +363,11 @@ F32_ATTENTION = Budget(
 ATTENTION = {torch.bfloat16: Budget(), torch.float32: F32_ATTENTION}
 
 # whole MLA blocks: five roundings in a row, in other places in the naive and the absorbed form. Measured on fp32 torch
-# with every stored value rounded (keys in order, and in blocks of 16 taken backwards): 50 seeds, 36 cases (1 to 72
-# tokens with and without a past, four regimes, text; V3 head widths with 5 seeds), each form judged by its own oracle and
-# by that of the other, 10 860 judgements a dtype. Worst bf16: element 1.05 of 2·RIVAL + 2, row 3.15, total 1.72 (1.11 from 33 tokens on), mean
-# signed error 0.34 units (rows share the output projection, so their mean errors are no independent draws: t says
-# nothing). Worst fp32: element 1.53, row 6.42, total 2.93, bias 1.13.
+# with every stored value rounded (keys in order, and in blocks of 16 taken backwards): 50 seeds (5 at V3 head widths),
+# 36 cases (1 to 72 tokens with and without a past, four regimes, text), each form judged by its own oracle and by that
+# of the other, 10 860 judgements a dtype. Worst bf16: element 1.05 of 2·RIVAL + 2, row 3.15, total 1.72 (1.11 from 33
+# tokens on), mean signed error 0.34 units (rows share the output projection, so their mean errors are no independent
+# draws: t says nothing). Worst fp32: element 1.53, row 6.42, total 2.93, bias 1.13.
 MLA_BLOCK = {
     torch.bfloat16: Budget(
         kind="bf16 mla block", element_factor=2.5, element_slack=3.0, row=4.0, total=2.0, bias=0.5, bias_t=0.01
