@@ -49,7 +49,8 @@ class Kind:
 def _default_cases(component: str, op: str, **wanted: object) -> Callable[[], Sequence[Any]]:
     def cases() -> list[Any]:
         found = load_card(component).op(op).cases(False)
-        return [c for c in found if c.tokens and all(getattr(c, k) == v for k, v in wanted.items())]
+        nonempty = [c for c in found if c.tokens or getattr(c, "text", "")]
+        return [c for c in nonempty if all(getattr(c, k) == v for k, v in wanted.items())]
 
     return cases
 
@@ -78,6 +79,22 @@ KINDS = {
     ),
     "one-rounding-rope": Kind(
         component="rope", op="rope", output="y_thd", cases=_default_cases("rope", "rope", dtype="bf16")
+    ),
+    "fp32-norm": Kind(
+        component="rms_norm", op="rms_norm", output="y_tm", cases=_default_cases("rms_norm", "rms_norm", out="fp32")
+    ),
+    "fp32-rope": Kind(component="rope", op="rope", output="y_thd", cases=_default_cases("rope", "rope", out="fp32")),
+    "bf16-mla-block": Kind(
+        component="mla",
+        op="mla_naive",
+        output="y_tm",
+        cases=_default_cases("mla", "mla_naive", dtype="bf16", config="tiny"),
+    ),
+    "fp32-mla-block": Kind(
+        component="mla",
+        op="mla_naive",
+        output="y_tm",
+        cases=_default_cases("mla", "mla_naive", dtype="fp32", config="tiny"),
     ),
     "codes": Kind(
         component="rms_norm",
