@@ -84,6 +84,8 @@ def plan(card: Card, op: Op, *, full: bool, device: str = "cpu", rows: Sequence[
         peers = op.peers if device == "cpu" else ()
     else:
         candidates, peers = tuple(rows), ()
+    if not candidates:
+        return []  # on a device only kernels are judged
     return [
         Job(
             card=card,
