@@ -21,6 +21,7 @@ from . import casefile, changed, goldens, mutation, report, shrink
 from .candidates import CandidateNotFound, check_spec, fitting_ops, is_path
 from .card import Candidate, Card, Op, card_names, load_card
 from .environment import facts
+from .files import replacing, write_json
 from .gate import Job, Runner, Settings, plan, reference_row
 from .outcome import BUILT, EXIT_FAILED, EXIT_NOT_RUN, EXIT_USAGE, Outcome, Status, exit_status
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 golden_app = typer.Typer(help="Pinned outputs of the reference.", no_args_is_help=True)
 app.add_typer(golden_app, name="golden")
+CALL_LIMIT_S, FULL_LIMIT_S = 60.0, 300.0
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
@@ -51,7 +53,10 @@ Seed = Annotated[int, typer.Option("--seed", help="Changes every drawn input; pr
 Device = Annotated[str, typer.Option("--device", help="cpu (Triton interpreter) or cuda.")]
 Full = Annotated[bool, typer.Option("--full", help="Every case and the long relations.")]
 Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Worker processes.")]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds one call may take before its worker is killed.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", help="Seconds one check may take before its worker is killed (60, with --full 300)."),
+]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the results as JSON (schema deeptwin.report/1).")]
 RecordPath = Annotated[Path | None, typer.Option("--record", help="Write counts by check with device facts as JSON.")]
 JunitPath = Annotated[Path | None, typer.Option("--junit", help="Write the results as JUnit XML.")]
@@ -137,7 +142,7 @@ def _select(
     return work, ", ".join(dict.fromkeys(f"{component}.{job.op.name}" for job in work))
 
 
-def _settings(seed: int, full: bool, device: str, jobs: int, timeout: float) -> Settings:
+def _settings(seed: int, full: bool, device: str, jobs: int, timeout: float | None = None) -> Settings:
     if device not in ("cpu", "cuda"):
         fail(f"device: expected cpu or cuda, got {device!r}")
     if jobs < 1:
@@ -148,7 +153,8 @@ def _settings(seed: int, full: bool, device: str, jobs: int, timeout: float) -> 
         if not torch.cuda.is_available():
             errors.print("did not run: --device cuda, but torch finds no CUDA device", style="red", markup=False)
             raise typer.Exit(EXIT_NOT_RUN)
-    return Settings(seed=seed, full=full, device=device, jobs=jobs, timeout=timeout)
+    limit = timeout if timeout is not None else (FULL_LIMIT_S if full else CALL_LIMIT_S)
+    return Settings(seed=seed, full=full, device=device, jobs=jobs, timeout=limit)
 
 
 def _run_jobs(settings: Settings, jobs: Sequence[Job], title: str) -> list[Outcome]:
@@ -191,9 +197,10 @@ def _finish(
             environment=facts(settings.device),
             seed=settings.seed,
         )
-        report.write_json(json_path, record)
+        write_json(json_path, record)
     if junit is not None:
-        report.write_atomically(junit, report.to_junit(outcomes))
+        with replacing(junit) as aside:
+            aside.write_bytes(report.to_junit(outcomes))
     return exit_status(outcomes)
 
 
@@ -306,7 +313,7 @@ def run(
     device: Device = "cpu",
     full: Full = False,
     jobs: Jobs = 2,
-    timeout: Timeout = 60.0,
+    timeout: Timeout = None,
     do_shrink: Annotated[bool, typer.Option("--shrink/--no-shrink", help="Make the first failure small.")] = True,
     out: Annotated[Path, typer.Option("--out", help="Folder for the case files of failures.")] = Path(
         "deeptwin-failures"
@@ -399,7 +406,7 @@ def shrink_command(
     op: OpName = None,
     seed: Seed = 0,
     device: Device = "cpu",
-    timeout: Timeout = 60.0,
+    timeout: Timeout = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for the case file.")] = Path("deeptwin-failures"),
 ) -> None:
     """Make one failing case small and write it to a file.
@@ -427,7 +434,7 @@ def gate(
     ] = None,
     require: Annotated[list[str] | None, typer.Option("--require", help="An architecture that must have run.")] = None,
     jobs: Jobs = 2,
-    timeout: Timeout = 60.0,
+    timeout: Timeout = None,
     json_path: JsonPath = None,
     junit: JunitPath = None,
     record: RecordPath = None,
@@ -452,7 +459,7 @@ def gate(
     if record is not None:
         command = shlex.join(["deeptwin", *sys.argv[1:]])
         kept = report.to_record(outcomes, command=command, environment=facts(device), seed=seed)
-        report.write_json(record, kept)
+        write_json(record, kept)
     have = {"cpu"} if device == "cpu" else {facts("cuda")["capability"]}
     missing = sorted(set(require or ()) - have)
     if missing:
@@ -508,7 +515,7 @@ def mutants(
     from concurrent.futures import ThreadPoolExecutor
 
     started = time.monotonic()
-    settings = _settings(seed, full, "cpu", jobs, 60.0)
+    settings = _settings(seed, full, "cpu", jobs)
     cards = [_card(name) for name in component] if component else [load_card(name) for name in card_names()]
     checked = _run_jobs(settings, [job for card in cards for job in mutation.controls(card, full=full)], "controls")
     work = [(card, op, mutant) for card in cards for op in card.ops for mutant in op.mutants]

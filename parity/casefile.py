@@ -11,14 +11,14 @@ import enum
 import hashlib
 import importlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from .files import replacing
 
 FORMAT = "deeptwin.case/1"
 
@@ -66,15 +66,8 @@ def write(path: Path, case: CaseFile) -> Path:
         "inputs": values,
         "sha256": digest(tensors),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    os.close(descriptor)
-    try:
-        save_file(tensors, temporary, metadata={"deeptwin": json.dumps(header)})
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as aside:
+        save_file(tensors, aside, metadata={"deeptwin": json.dumps(header)})
     return path
 
 

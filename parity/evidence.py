@@ -20,11 +20,11 @@ import torch
 
 from .card import Op, case_rng, load_card, resolve
 from .environment import facts, fixed_numerics
+from .files import write_json
 from .guard import accepted_parameters
 from .judge import judge
 from .oracles import OracleSet
 from .outcome import Status
-from .report import write_json
 from .rules import Rule, TopK
 
 FOLDER = Path(__file__).with_name("evidence")
@@ -49,7 +49,8 @@ class Kind:
 def _default_cases(component: str, op: str, **wanted: object) -> Callable[[], Sequence[Any]]:
     def cases() -> list[Any]:
         found = load_card(component).op(op).cases(False)
-        return [c for c in found if c.tokens and all(getattr(c, k) == v for k, v in wanted.items())]
+        nonempty = [c for c in found if c.tokens or getattr(c, "text", "")]
+        return [c for c in nonempty if all(getattr(c, k) == v for k, v in wanted.items())]
 
     return cases
 
@@ -78,6 +79,22 @@ KINDS = {
     ),
     "one-rounding-rope": Kind(
         component="rope", op="rope", output="y_thd", cases=_default_cases("rope", "rope", dtype="bf16")
+    ),
+    "fp32-norm": Kind(
+        component="rms_norm", op="rms_norm", output="y_tm", cases=_default_cases("rms_norm", "rms_norm", out="fp32")
+    ),
+    "fp32-rope": Kind(component="rope", op="rope", output="y_thd", cases=_default_cases("rope", "rope", out="fp32")),
+    "bf16-mla-block": Kind(
+        component="mla",
+        op="mla_naive",
+        output="y_tm",
+        cases=_default_cases("mla", "mla_naive", dtype="bf16", config="tiny"),
+    ),
+    "fp32-mla-block": Kind(
+        component="mla",
+        op="mla_naive",
+        output="y_tm",
+        cases=_default_cases("mla", "mla_naive", dtype="fp32", config="tiny"),
     ),
     "codes": Kind(
         component="rms_norm",
@@ -119,7 +136,7 @@ def measure(kind: Kind, seeds: int) -> dict[str, Any]:
         "judgements": judgements,
         "false_alarms": len(alarms),
         "alarms": alarms[:20],
-        "worst": {k: v for k, v in sorted(worst.items()) if k not in ("differ", "elements")},
+        "worst": {k: v for k, v in sorted(worst.items()) if k not in ("differ", "elements", "burst")},
         "share_of_elements_that_differ": {k: v[0] / v[1] for k, v in sorted(rate.items()) if v[1]},
         "kills": _kills(kind, op),
     }

@@ -12,7 +12,8 @@ NARROW_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 def raw_bytes(x: Tensor) -> Tensor:
     """The bytes of `x` as a flat uint8 tensor, in logical order."""
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    # a copy: contiguous() keeps the odd stride of a one-element tensor, which view() then refuses
+    return x.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -84,6 +84,8 @@ def plan(card: Card, op: Op, *, full: bool, device: str = "cpu", rows: Sequence[
         peers = op.peers if device == "cpu" else ()
     else:
         candidates, peers = tuple(rows), ()
+    if not candidates:
+        return []  # on a device only kernels are judged
     return [
         Job(
             card=card,
@@ -320,6 +322,7 @@ def repeat_command(job: Job, candidate: str, settings: Settings) -> str:
 class _Rate:
     differ: float = 0.0
     elements: float = 0.0
+    burst: float = 0.0
     cases: list[str] = field(default_factory=list)
 
 
@@ -339,6 +342,7 @@ def _regime_rates(jobs: Iterable[Job], outcomes: Iterable[Outcome]) -> list[Outc
             rate = rates[o.component, o.op, o.candidate, o.check, regime]
             rate.differ += o.metrics["differ"]
             rate.elements += o.metrics["elements"]
+            rate.burst = max(rate.burst, o.metrics["burst"])
             rate.cases.append(o.case)
     return [_rate_outcome(key, rate) for key, rate in rates.items() if rate.elements]
 
@@ -349,12 +353,12 @@ def _rules(rule: Any) -> Iterable[Rule]:
 
 def _rate_outcome(key: tuple[str, str, str, str, str], rate: _Rate) -> Outcome:
     component, op, candidate, check, regime = key
-    share = rate.differ / rate.elements
+    used = rate.differ / (RATE_LIMIT * rate.elements + rate.burst)
     text = f"{rate.differ:.0f} of {rate.elements:.0f} elements differ over {len(rate.cases)} cases"
     status, required, diagnosis = Status.PASSED, True, ""
     if rate.elements < RATE_MIN_ELEMENTS:
         status, required, text = Status.UNSUPPORTED, False, f"{text}: too few to judge the rate"
-    elif share > RATE_LIMIT:
+    elif used > 1:
         status, diagnosis = Status.MISMATCH, "rounds elsewhere than the contract, too often for a correct kernel"
     return Outcome(
         component=component,
@@ -365,7 +369,7 @@ def _rate_outcome(key: tuple[str, str, str, str, str], rate: _Rate) -> Outcome:
         status=status,
         message=text,
         diagnosis=diagnosis,
-        budget_used=share / RATE_LIMIT,
+        budget_used=used,
         required=required,
         command=f"deeptwin run {component} --op {op} --candidate {shlex.quote(candidate)}",
     )

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from .card import Card, Inputs, Outputs, case_rng
 from .casefile import digest
 from .environment import fixed_numerics
+from .files import replacing
 from .floats import same_bytes
 from .house import HOUSE
 from .oracles import OracleSet
@@ -187,28 +186,14 @@ def update(card: Card, *, new_only: bool = False, root: Path | None = None) -> l
 
 
 def _write(place: Path, card: Card, vectors: dict[str, Any], arrays: dict[str, torch.Tensor]) -> None:
-    place.mkdir(parents=True, exist_ok=True)
-    data = _aside(place, lambda path: save_file(arrays, path))
-    manifest = {
-        "generator": GENERATOR,
-        "component": card.component,
-        "source": "reference under CONTRACT; tests tie it to the worked numbers of the spec and to peers",
-        "seed": GOLDEN_SEED,
-        "sha256": _file_digest(data),
-        "vectors": dict(sorted(vectors.items())),
-    }
-    text = json.dumps(manifest, indent=1) + "\n"
-    listing = _aside(place, lambda path: Path(path).write_text(text))
-    os.replace(data, place / "vectors.safetensors")
-    os.replace(listing, place / "manifest.json")
-
-
-def _aside(place: Path, write: Callable[[str], object]) -> Path:
-    descriptor, temporary = tempfile.mkstemp(dir=place, suffix=".partial")
-    os.close(descriptor)
-    try:
-        write(temporary)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return Path(temporary)
+    with replacing(place / "vectors.safetensors") as data, replacing(place / "manifest.json") as listing:
+        save_file(arrays, data)
+        manifest = {
+            "generator": GENERATOR,
+            "component": card.component,
+            "source": "reference under CONTRACT; tests tie it to the worked numbers of the spec and to peers",
+            "seed": GOLDEN_SEED,
+            "sha256": _file_digest(data),
+            "vectors": dict(sorted(vectors.items())),
+        }
+        listing.write_text(json.dumps(manifest, indent=1) + "\n")

@@ -43,7 +43,7 @@ class GuardedTensor:
         """Copy the storage of `source` (gaps of a strided view included) to guarded memory on `device`."""
         size = source.untyped_storage().nbytes()
         buffer = torch.full((size + 2 * GUARD_BYTES,), 0xFF, dtype=torch.uint8, device=device)
-        stored = torch.tensor([], dtype=torch.uint8).set_(source.untyped_storage())
+        stored = torch.tensor([], dtype=torch.uint8).set_(source.cpu().untyped_storage())
         buffer[GUARD_BYTES : GUARD_BYTES + size] = stored.to(device)
         whole = buffer[GUARD_BYTES : GUARD_BYTES + size].view(source.dtype)
         view = whole.as_strided(source.size(), source.stride(), whole.storage_offset() + source.storage_offset())
@@ -60,6 +60,16 @@ class GuardedTensor:
         """Whether the tensor's own storage differs from the snapshot."""
         inner = slice(GUARD_BYTES, self.buffer.numel() - GUARD_BYTES)
         return not torch.equal(self.buffer[inner], self.snapshot[inner])
+
+    def changed_between(self) -> bool:
+        """Whether a byte of the storage that belongs to no element of the view differs from the snapshot."""
+        size = self.view.element_size()
+        whole = self.buffer[GUARD_BYTES : self.buffer.numel() - GUARD_BYTES]
+        owned = torch.zeros(whole.numel() // size, dtype=torch.bool, device=whole.device)
+        offset = self.view.storage_offset() - GUARD_BYTES // size
+        owned.as_strided(self.view.size(), self.view.stride(), offset).fill_(True)
+        moved = (whole != self.snapshot[GUARD_BYTES : self.buffer.numel() - GUARD_BYTES]).reshape(-1, size).any(-1)
+        return bool((moved & ~owned).any())
 
     def changed_outside(self) -> bool:
         """Whether a sentinel byte around the tensor differs from the snapshot."""
@@ -116,6 +126,8 @@ class Call:
                 raise ContractViolation(f"{tensor.name}: wrote outside this input")
             if tensor.changed_inside() and tensor.name != self.op.writes:
                 raise ContractViolation(f"{tensor.name}: changed this input, which is read-only")
+            if tensor.name == self.op.writes and tensor.changed_between():
+                raise ContractViolation(f"{tensor.name}: wrote between its rows or pages")
         for tensor in buffers:
             if tensor.changed_outside():
                 raise ContractViolation(f"out: wrote outside the buffer of {tensor.name}")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -177,21 +173,3 @@ def to_junit(outcomes: Sequence[Outcome]) -> bytes:
 def _printable(text: str) -> str:
     """Text without the control characters that XML forbids."""
     return "".join(c if c in "\n\t" or " " <= c <= "\ud7ff" or c >= "\ue000" else "?" for c in text)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file aside and rename it, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a JSON record atomically."""
-    write_atomically(path, (json.dumps(record, indent=1, default=str) + "\n").encode())

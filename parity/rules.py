@@ -19,6 +19,7 @@ from .outcome import Worst
 
 RATE_LIMIT = 1e-3  # R2: share of elements that may differ by one ulp
 RATE_MIN_ELEMENTS = 10_000  # R2: below this many elements the share says nothing
+SMALLEST_NORMAL = 2.0**-126  # of fp32 and bf16
 ROW_MIN_ELEMENTS = 64  # R1: below this many elements a row's rms is too uncertain a yardstick
 
 
@@ -79,6 +80,9 @@ class Budget:
 
     u is 2^-p of the output's dtype, a row is the last axis, and unit = u·max(|O|, rms of O's row). Four limits:
     every element, every row, the whole tensor, and the mean signed error (which sees truncation and offsets).
+    `scale` is the least magnitude that rounding happens at: an LSE near zero is a difference of two numbers of order
+    one. A device may flush what lies under the smallest normal fp32 number: there zero is right, and no unit is smaller
+    than it. A row that is all zero has no unit and must be hit exactly.
     Rows of fewer than 64 elements are pooled with their neighbours for the row limit: on 16 elements RIVAL's own
     rms is lucky by a factor of two once in some ten thousand rows (measured: 1 of 1 750 draws raised an alarm).
     """
@@ -89,6 +93,7 @@ class Budget:
     row: float = 2.0
     total: float = 1.25
     floor: float = 0.25
+    scale: float = 0.0
     bias: float = 0.1
     bias_t: float = 6.0
 
@@ -100,14 +105,18 @@ class Budget:
         finite = oracles.semantic.to(got.dtype).isfinite()
         truth = torch.where(finite, oracles.semantic, 0.0)
         ours = torch.where(finite, got.to(torch.float64), 0.0) - truth
+        ours = torch.where((got == 0) & (truth.abs() < SMALLEST_NORMAL), 0.0, ours)
         theirs = torch.where(finite & oracles.rival.isfinite(), oracles.rival.to(torch.float64), truth) - truth
         u = unit_roundoff(got.dtype)
-        unit = u * torch.maximum(truth.abs(), row_rms(truth))
-        yardstick = _at_least(_pooled_rms(theirs), self.floor * u * _pooled_rms(truth))
+        unit = u * torch.maximum(truth.abs(), row_rms(truth).clamp_min(self.scale))
+        unit = torch.where(row_rms(truth) > 0, unit.clamp_min(SMALLEST_NORMAL), unit)
+        pooled = _pooled_rms(truth)
+        least = torch.where(pooled > 0, (self.floor * u * pooled.clamp_min(self.scale)).clamp_min(SMALLEST_NORMAL), 0.0)
+        yardstick = _at_least(_pooled_rms(theirs), least)
         used = {
             "element": self._element(ours, theirs, unit),
             "row": (_pooled_rms(ours) / yardstick).max().item() / self.row,
-            "total": _ratio(_rms(ours), max(_rms(theirs), self.floor * u * _rms(truth))) / self.total,
+            "total": _ratio(_rms(ours), max(_rms(theirs), _rms(least))) / self.total,
             "bias": self._bias(ours, truth, unit),
         }
         name = max(used, key=lambda key: float("inf") if math.isnan(used[key]) else used[key])
@@ -196,7 +205,9 @@ class OneRounding:
     `cancellation` counts ulps at no less than that share of the row's rms: where a short sum cancels, an fp32
     evaluation is off by more than an ulp of the tiny result although every step was rounded once (RoPE pairs).
     The share of differing elements is judged here only when the tensor is large enough; the gate also judges it
-    over all cases of a regime together.
+    over all cases of a regime together. One burst is allowed on top: a bf16 row has 128 mantissas, and where an honest
+    last-bit difference of the row's scale moves one product across a midpoint, all elements with that mantissa flip
+    together (measured on norms: 42 of 15 360 in one of 4 500 judgements). Truncation differs in half of the elements.
     """
 
     cancellation: float = 0.0
@@ -212,15 +223,21 @@ class OneRounding:
             small = (got.to(torch.float64) - wide).abs() <= step
             ulps = torch.where(small, ulps.clamp_max(1), ulps)
         worst_ulps = ulps.max().item() if ulps.numel() else 0.0
-        rate = differ / max(got.numel(), 1)
-        rate_used = rate / RATE_LIMIT if got.numel() >= RATE_MIN_ELEMENTS else 0.0
+        burst = got.shape[-1] * 4 * unit_roundoff(got.dtype)
+        allowed = RATE_LIMIT * max(got.numel(), RATE_MIN_ELEMENTS) + burst
+        rate_used = differ / allowed if got.numel() >= RATE_MIN_ELEMENTS else 0.0
         used = max(worst_ulps / 2.0 if worst_ulps > 1 else 0.0, rate_used)
         return Judgement(
             ok=worst_ulps <= 1 and rate_used <= 1.0,
-            used=used if used > 0 else differ / max(RATE_LIMIT * max(got.numel(), RATE_MIN_ELEMENTS), 1),
+            used=used if used > 0 else differ / allowed,
             message=f"{worst_ulps:g} ulp at worst, {differ} of {got.numel()} elements differ",
             worst=worst_at(got, expected, ulps) if differ else None,
-            metrics={"ulps": worst_ulps, "differ": float(differ), "elements": float(got.numel())},
+            metrics={
+                "ulps": worst_ulps,
+                "differ": float(differ),
+                "elements": float(got.numel()),
+                "burst": burst,
+            },
         )
 
 
@@ -344,7 +361,7 @@ class TopK:
 
 # one number per row and a handful of fp32 roundings on both sides: RIVAL may be lucky, so its distance counts as at
 # least two units. A rounded constant (scale · log2 e) shifts every LSE alike: that is no bias of the kernel.
-LSE = Budget(kind="lse", floor=2.0, row=2.5, total=2.5, element_slack=4.0, bias=1.0)
+LSE = Budget(kind="lse", floor=2.0, scale=1.0, row=2.5, total=2.5, element_slack=4.0, bias=1.0)
 
 # fp32 weights: the error of a row is that of its few largest scores, one draw of a wide distribution on either side.
 # Far below what a lower precision does: TF32 is off by 2^13 units, bf16 weights by 2^15.
@@ -355,11 +372,11 @@ F32_ATTENTION = Budget(
 ATTENTION = {torch.bfloat16: Budget(), torch.float32: F32_ATTENTION}
 
 # whole MLA blocks: five roundings in a row, in other places in the naive and the absorbed form. Measured on fp32 torch
-# with every stored value rounded (keys in order, and in blocks of 16 taken backwards): 50 seeds, 36 cases (1 to 72
-# tokens with and without a past, four regimes, text; V3 head widths with 5 seeds), each form judged by its own oracle and
-# by that of the other, 10 860 judgements a dtype. Worst bf16: element 1.05 of 2·RIVAL + 2, row 3.15, total 1.72 (1.11 from 33 tokens on), mean
-# signed error 0.34 units (rows share the output projection, so their mean errors are no independent draws: t says
-# nothing). Worst fp32: element 1.53, row 6.42, total 2.93, bias 1.13.
+# with every stored value rounded (keys in order, and in blocks of 16 taken backwards): 50 seeds (5 at V3 head widths),
+# 36 cases (1 to 72 tokens with and without a past, four regimes, text), each form judged by its own oracle and by that
+# of the other, 10 860 judgements a dtype. Worst bf16: element 1.05 of 2·RIVAL + 2, row 3.15, total 1.72 (1.11 from 33
+# tokens on), mean signed error 0.34 units (rows share the output projection, so their mean errors are no independent
+# draws: t says nothing). Worst fp32: element 1.53, row 6.42, total 2.93, bias 1.13.
 MLA_BLOCK = {
     torch.bfloat16: Budget(
         kind="bf16 mla block", element_factor=2.5, element_slack=3.0, row=4.0, total=2.0, bias=0.5, bias_t=0.01

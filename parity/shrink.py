@@ -35,13 +35,16 @@ class Shrunk:
 
 
 class Shrinker:
-    """Greedy reduction under a time limit; a smaller case must fail the same check."""
+    """Greedy reduction within a number of tries and a time limit; a smaller case must fail the same check."""
 
-    def __init__(self, runner: Runner, candidate: Candidate, check: str, seconds: float = 30.0) -> None:
+    def __init__(
+        self, runner: Runner, candidate: Candidate, check: str, *, tries: int = 300, seconds: float = 120.0
+    ) -> None:
         self.runner = runner
         self.candidate = candidate
         self.check = check.removesuffix(":rate")
         self.deadline = time.monotonic() + seconds
+        self.tries = tries
         self.tried = 0
 
     def shrink(self, job: Job, outcome: Outcome) -> Shrunk:
@@ -57,10 +60,10 @@ class Shrinker:
 
     def _descend(self, job: Job, outcome: Outcome, reductions: Callable[[Job], Iterator[Job]]) -> tuple[Job, Outcome]:
         progress = True
-        while progress and time.monotonic() < self.deadline:
+        while progress:
             progress = False
             for smaller in reductions(job):
-                if time.monotonic() >= self.deadline:
+                if self.tried >= self.tries or time.monotonic() >= self.deadline:
                     break
                 failure = self._fails(smaller)
                 if failure is not None:

@@ -109,6 +109,27 @@ def test_a_relation_catches_what_one_call_cannot_show(function, relation, text):
     assert text in found[relation].message
 
 
+def test_a_store_that_writes_between_the_pages_of_its_cache_is_caught(tmp_path):
+    (tmp_path / "store.py").write_text(
+        "def store(cache_pod_, latent_td, slots_t):\n"
+        "    used = slots_t >= 0\n"
+        "    o, d = cache_pod_.shape[1:]\n"
+        "    slots = slots_t[used].long()\n"
+        "    cache_pod_[slots // o, slots % o] = latent_td[used]\n"
+        "    gap = cache_pod_.as_strided((1,), (1,), cache_pod_.storage_offset() + o * d)\n"
+        "    gap.fill_(1.0)\n"
+        "    return cache_pod_\n"
+    )
+    card = load_card("mla")
+    op = card.op("store_latent")
+    row = Candidate(name="spills", function=f"{tmp_path / 'store.py'}:store")
+    job = next(j for j in plan(card, op, full=False, rows=(row,)) if j.case.gap and j.case.tokens)
+    with Runner(Settings(jobs=1, relations=False)) as runner:
+        first = runner.run([job])[0]
+    assert first.status is Status.MISMATCH
+    assert "cache_pod_: wrote between its rows or pages" in first.message
+
+
 def test_noise_on_stdout_does_not_disturb_the_protocol():
     assert not failures(judge("prints"))
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from deeptwin.optimized.mla import mla_decode_triton, mla_prefill_triton, store_latent_triton
-from deeptwin.parity import gate, texts
+from deeptwin.parity import gate, goldens, texts
 from deeptwin.parity.card import load_card
-from deeptwin.parity.outcome import EXIT_NOT_RUN, exit_status
+from deeptwin.parity.outcome import EXIT_NOT_RUN, Outcome, Status, exit_status
 from deeptwin.parity.peers import mla as peer
 from deeptwin.reference.config import MlaConfig, MscaleRule, RopeConfig, WeightCast, YarnConfig
 from deeptwin.reference.mla import mla_absorbed, mla_decode, mla_naive, mla_prefill, mla_project, store_latent
@@ -68,6 +68,10 @@ def table(config: MlaConfig, length: int = 256) -> Tensor:
 def relative(x: Tensor, y: Tensor) -> float:
     x, y = x.double(), y.double()
     return ((x - y).norm() / y.norm()).item()
+
+
+CARD = load_card("mla")
+Judged = Callable[[str], list[Outcome]]
 
 
 # properties of the reference
@@ -447,9 +451,31 @@ def test_transformers_norm_rounds_before_the_weight() -> None:
 
 # parity with each candidate
 
+
+def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
+    outcomes = judged("mla")
+    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
+    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
+    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+
+
 # batch invariance
 
+
+def test_every_candidate_is_invariant(judged: Judged) -> None:
+    invariant = {"mla_prefill": "chunk_invariant", "mla_decode": "batch_invariant", "store_latent": "changed_slots"}
+    passed = {(o.op, o.check) for o in judged("mla") if o.candidate == "triton" and o.status is Status.PASSED}
+    assert set(invariant.items()) <= passed
+
+
 # golden vectors
+
+
+def test_the_golden_vectors_hold() -> None:
+    outcomes = goldens.verify(CARD)
+    assert outcomes
+    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+
 
 # rejected input
 

@@ -11,7 +11,11 @@ no error. Each repair below carries the letter under which the probe checks it:
     (f) bf16 and fp8 constants
     (g) reductions and scans of bf16 and fp8 are refused: a kernel casts to fp32 first
 
-and (h): overflow, division by zero and NaN raise no numpy warnings while a kernel runs, as on a device.
+and, not about numbers:
+
+    (h) overflow, division by zero and NaN raise no numpy warnings while a kernel runs, as on a device
+    (i) a scalar of the kernel is the bound of a loop: triton 3.6 calls int() on a one-element array, which numpy 2.4
+        refuses (triton 3.8 does not: there the repair changes nothing)
 
 A dot of fp32 operands is never rounded to tf32 here, whatever its `input_precision`.
 """
@@ -41,6 +45,7 @@ SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 USED_NAMES = (
     "_convert_float",
+    "_patch_lang_tensor",
     "_get_np_dtype",
     "_ir.ROUNDING_MODE.RTZ",
     "TensorHandle",
@@ -188,6 +193,11 @@ def _call_without_warnings(before: Callable, self: Any, *args: Any, **kwargs: An
         return before(self, *args, **kwargs)
 
 
+def _patch_lang_tensor(before: Callable, tensor: Any, scope: Any) -> None:
+    before(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
     """One name of the stock interpreter and the function that takes its place."""
@@ -217,6 +227,7 @@ REPLACEMENTS = (
     Replacement(item="f", owner=_BUILDER, name="get_fp8e5", function=partial(_constant, tl.float8e5)),
     Replacement(item="g", owner=stock.ReduceScanOpInterface, name="check_tensor", function=_check_tensor),
     Replacement(item="h", owner=stock.GridExecutor, name="__call__", function=_call_without_warnings),
+    Replacement(item="i", owner=stock, name="_patch_lang_tensor", function=_patch_lang_tensor),
 )
 _before: dict[Replacement, Callable | None] = {}
 

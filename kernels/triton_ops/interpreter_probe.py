@@ -167,6 +167,20 @@ def _overflow_is_silent() -> bool:
     return True
 
 
+@triton.jit
+def _loop_kernel(bound, out_ptr):
+    count = 0
+    for _ in range(0, bound):
+        count += 1
+    tl.store(out_ptr, count)
+
+
+def _scalars_bound_loops() -> bool:
+    out = torch.zeros(1, dtype=torch.int32)
+    _loop_kernel[(1,)](5, out)
+    return out.item() == 5
+
+
 PROBES: dict[str, tuple[str, Callable[[], bool]]] = {
     "a": ("conversion between float types", _float_casts_round),
     "b": ("tl.dot", _dot_is_exact_and_row_invariant),
@@ -176,6 +190,7 @@ PROBES: dict[str, tuple[str, Callable[[], bool]]] = {
     "f": ("bf16 and fp8 constants", _constants_are_right),
     "g": ("refusal to reduce bf16 and fp8", _narrow_sums_are_refused),
     "h": ("silent overflow", _overflow_is_silent),
+    "i": ("a kernel scalar as loop bound", _scalars_bound_loops),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeVar
@@ -22,7 +22,7 @@ from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
 from ..peers.mla import TINY
-from ..relations import CallFn, Context, Variant, join_rows, pick_rows
+from ..relations import CallFn, Context, Pick, Variant, join_rows, pick_rows, take
 from ..rules import ATTENTION, LSE, MLA_BLOCK, Bitwise, Close
 
 # configurations of whole blocks
@@ -298,7 +298,7 @@ def cases_prefill(full: bool) -> list[PrefillCase]:
         _with(base, tokens=3, before=400, heads=1),
         *(_with(base, tokens=17, before=120, regime=r) for r in REGIMES),
         _with(base, tokens=2, before=61, heads=5),
-        _with(base, tokens=2, before=9, heads=16, dim=48, value_dim=16),
+        _with(base, tokens=2, before=9, heads=16, dim=48, value_dim=16, regime="mean1"),
         _with(base, dtype="fp32"),
         _with(base, tokens=9, before=70, dtype="fp32", regime="peaked"),
         PrefillCase(tokens=2, before=63, heads=4, dim=192, value_dim=128),
@@ -318,15 +318,15 @@ def cases_decode(full: bool) -> list[DecodeCase]:
     found = [_with(base, regime=r) for r in REGIMES]
     found += [_with(base, requests=4, regime=r) for r in ("zeros", "ties", "tiny", "huge")]
     found += [
-        _with(base, requests=3, page=1, tokens=3, heads=1),
-        _with(base, page=64, tokens=2, heads=1),
+        _with(base, page=1, tokens=2, heads=1, longest=35),
+        _with(base, page=64, tokens=3, heads=1),
         _with(base, requests=3, tokens=3, regime="peaked"),
         _with(base, requests=3, page=53, heads=16),
         _with(base, requests=1, page=64, heads=17),
         _with(base, requests=0),
         _with(base, requests=2, longest=0),
         _with(base, requests=1, longest=1),
-        _with(base, requests=2, page=64, longest=1100),
+        _with(base, requests=2, page=16, longest=1100),
         _with(base, dtype="fp32", requests=4, page=7),
         _with(base, dtype="fp32", requests=3, regime="peaked"),
         DecodeCase(requests=1, tokens=1, heads=128, dim=576, value_dim=512, longest=130, page=64),
@@ -399,6 +399,11 @@ def cases_block(full: bool) -> list[BlockCase]:
 # relation hooks
 
 
+def _then(pick: Pick) -> Callable[[list[Outputs]], Outputs]:
+    """Joins by picking a part of the only result."""
+    return lambda results: pick(results[0])
+
+
 def prefill_chunks(inputs: Inputs, context: Context) -> Iterator[Variant]:
     """The queries in chunks, each with the keys up to its own end."""
     t, s = inputs["q_thd"].shape[0], inputs["k_shd"].shape[0]
@@ -423,7 +428,7 @@ def prefill_future(inputs: Inputs, context: Context) -> Iterator[Variant]:
         yield Variant(
             label=f"garbage after query {kept - 1}",
             calls=(inputs | later,),
-            join=lambda rs, expect=expect: expect(rs[0]),
+            join=_then(expect),
             expect=expect,
         )
     if t < 2:
@@ -483,6 +488,18 @@ def _gathered(inputs: Inputs) -> list[Tensor]:
     ]
 
 
+def table_width(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """Table columns beyond the lengths, enough for another split of the keys, or cut away with the other requests."""
+    table, page = inputs["block_table_bp"], inputs["cache_pod"].shape[1]
+    junk = torch.full((len(table), 1024 // page + 1), -1, dtype=torch.int32)
+    yield Variant(label="wider table", calls=(inputs | {"block_table_bp": torch.cat([table, junk], 1)},))
+    for row in range(min(2, len(table))):
+        alone = take(inputs, context.op, [row])
+        used = -(-int(alone["lengths_b"]) // page)
+        narrow = alone | {"block_table_bp": alone["block_table_bp"][:, :used].contiguous()}
+        yield Variant(label=f"request {row} alone", calls=(narrow,), expect=pick_rows(context.op, [row]))
+
+
 def decode_future(inputs: Inputs, context: Context) -> Iterator[Variant]:
     """Slots that no query sees turn from NaN to infinity and zero; the newest row turns to finite garbage."""
     cache, t = inputs["cache_pod"], inputs["q_bthd"].shape[1]
@@ -504,7 +521,7 @@ def decode_future(inputs: Inputs, context: Context) -> Iterator[Variant]:
         yield Variant(
             label="garbage in the newest row",
             calls=(inputs | {"cache_pod": other},),
-            join=lambda rs: _earlier_queries(rs[0]),
+            join=_then(_earlier_queries),
             expect=_earlier_queries,
         )
 
@@ -615,7 +632,7 @@ def later_tokens(inputs: Inputs, context: Context) -> Iterator[Variant]:
         yield Variant(
             label=f"garbage after token {kept - 1}",
             calls=(inputs | {"x_tm": x},),
-            join=lambda rs, expect=expect: expect(rs[0]),
+            join=_then(expect),
             expect=expect,
         )
     if t < 2:
@@ -688,6 +705,11 @@ def one_split(case: DecodeCase) -> bool:
     return plain(case) and case.longest <= 128
 
 
+def few_keys(case: DecodeCase) -> bool:
+    """Under `--full` the relation calls with batches of 513 requests."""
+    return plain(case) and case.tokens * case.longest <= 70 and case.page < 64
+
+
 def few_heads(case: DecodeCase) -> bool:
     """The prefill kernel has one program for each head."""
     return one_split(case) and case.requests > 0 and case.heads <= 5
@@ -703,7 +725,7 @@ def several_tokens(case: BlockCase) -> bool:
     return small_block(case) and (case.text != "" or case.tokens > 1)
 
 
-def transformers_takes(dtype: str) -> object:
+def transformers_takes(dtype: str) -> Callable[[BlockCase], bool]:
     """What DeepseekV3Attention can be configured to do, in one dtype."""
 
     def takes(case: BlockCase) -> bool:
@@ -723,7 +745,7 @@ def _peers() -> tuple[Peer, ...]:
             needs=("transformers",),
             explains=EXPLAINS[dtype],
             rules={"y_tm": TRANSFORMERS[dtype]},
-            only=transformers_takes(dtype),  # type: ignore[arg-type]
+            only=transformers_takes(dtype),
         )
         for path, function in (
             ("prefill", "deeptwin.parity.peers.mla:transformers_prefill"),
@@ -794,9 +816,10 @@ DECODE = Op(
     rows={"q_bthd": 0, "block_table_bp": 0, "lengths_b": 0},
     out_rows={"out_bthu": 0, "lse_bth": 0},
     relations=(
-        Relation(name="batch_invariant", axis="requests", only=plain),
+        Relation(name="batch_invariant", axis="requests", only=few_keys),
         Relation(name="run_to_run", axis="repeats", only=plain),
         Relation(name="page_permutation", axis="pages and their size", hook=move_pages, only=one_split),
+        Relation(name="masked_equals_absent", axis="table columns", hook=table_width, only=plain),
         Relation(name="chunk_invariant", axis="verify width", hook=verify_as_steps, only=several_queries),
         Relation(name="causality", axis="unused and later slots", hook=decode_future, only=one_split),
         Relation(

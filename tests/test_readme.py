@@ -1,0 +1,50 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from deeptwin.parity.__main__ import app
+from deeptwin.parity.card import card_names
+from deeptwin.parity.house import HOUSE
+
+README = (HOUSE / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (source,) = (block for block in blocks("python") if block.startswith("# my_attn.py"))
+    (tmp_path / "my_attn.py").write_text(source)
+    return tmp_path
+
+
+def test_the_example_kernel_fails_as_shown_and_its_case_file_repeats_it(example):
+    result = CliRunner().invoke(app, ["run", "sparse_attn", "--candidate", "my_attn.py:my_attn"])
+    assert result.exit_code == 1
+    shown = next(block for block in blocks("") if "deeptwin run sparse_attn --candidate my_attn.py" in block)
+    minimal = next(line for line in shown.splitlines() if line.startswith("minimal failing case"))
+    assert minimal in result.output.splitlines()
+    (case,) = example.glob("deeptwin-failures/*.safetensors")
+    assert case.name in shown
+    assert CliRunner().invoke(app, ["run", "--case", str(case)]).exit_code == 1
+    right = ["run", "--case", str(case), "--candidate", "triton"]
+    assert CliRunner().invoke(app, right).exit_code == 0
+
+
+def test_every_component_and_command_is_listed():
+    for name in card_names():
+        assert f"| `{name}` |" in README
+    for command in ("list", "show", "run", "gate", "shrink", "mutants", "golden verify", "demo"):
+        assert f"deeptwin {command}" in README
+
+
+def test_no_placeholder_is_left():
+    assert not re.search(r"@[A-Z_]+@", README)
