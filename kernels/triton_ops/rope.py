@@ -70,7 +70,7 @@ def _rope(
     cos = tl.load(row_ptr + pair * stride_tr, mask=known, other=float("nan"))
     sin = tl.load(row_ptr + (pair + HALF) * stride_tr, mask=known, other=float("nan"))
     if INVERSE:
-        sin = -sin
+        sin = sin * -1.0  # as exact as a negation, which the Ascend thread path does not know
     # 2. the rotated slice
     if INTERLEAVED:
         first = start + 2 * pair
@@ -84,7 +84,7 @@ def _rope(
     u = tl.load(x_ptrs + first * stride_xd, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(x_ptrs + second * stride_xd, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptrs + first, _difference_of_products(u, cos, v, sin).to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptrs + second, _difference_of_products(u, sin, -v, cos).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs + second, _difference_of_products(u, sin, v * -1.0, cos).to(y_ptr.dtype.element_ty), mask=mask)
     # 3. the other channels
     rest = head_dim - 2 * HALF
     for offset in range(0, rest, BLOCK_REST):

@@ -41,6 +41,8 @@ def split_launch(num_heads: int, dtype: torch.dtype, arch: str) -> SplitLaunch:
     if dtype == torch.float32:  # products of fp32 run without tensor cores; larger tiles spill
         return SplitLaunch(block_heads=16, block_keys=16, split_keys=1024, num_warps=8, num_stages=1)
     heads = min(64, max(16, triton.next_power_of_2(num_heads)))
+    if arch == "ascend950":  # 248 KiB of unified buffer hold 32 heads x 512 channels in fp32, and little beside them
+        return SplitLaunch(block_heads=min(heads, 32), block_keys=16, split_keys=1024, num_warps=8, num_stages=1)
     # h200: half the key block or half the warps halve the speed, 128 heads spill. sm100 needs the small block: its
     # accumulator passes through shared memory, and 64 keys would ask for 345 KiB
     block_keys = 32 if arch == "sm100" and heads == 64 else 64
@@ -49,6 +51,8 @@ def split_launch(num_heads: int, dtype: torch.dtype, arch: str) -> SplitLaunch:
 
 def arch_of(device: torch.device) -> str:
     """The architecture that launch configs are written for; the interpreter runs what SM90 would."""
+    if device.type == "npu":
+        return "ascend950"
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10:
         return "sm100"
     return "sm90"
