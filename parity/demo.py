@@ -46,7 +46,7 @@ def play(console: Console) -> int:
 
 
 def _title(console: Console, text: str) -> None:
-    console.print(f"\n{text}\n", style="bold", markup=False)
+    console.print(f"\n{text}\n", style="bold", markup=False, soft_wrap=True)
 
 
 def _some(card: Card, op: Op) -> list[Job]:
@@ -96,7 +96,9 @@ def _wrong_kernel(console: Console, settings: Settings) -> int:
     with Runner(replace(settings, jobs=1)) as runner:
         smallest = shrink.Shrinker(runner, row, failed.check).shrink(job, failed)
     path = shrink.save(smallest, _failure_folder(), row.function, settings.seed)
-    console.print(f"\nthe smallest failing case ({smallest.tried} tried): {smallest.describe()}", markup=False)
+    console.print(
+        f"\nthe smallest failing case ({smallest.tried} tried): {smallest.describe()}", markup=False, soft_wrap=True
+    )
     command = f"deeptwin run --case {shlex.quote(str(path))}"
     text = report.details(replace(smallest.outcome, command=command))
     console.print(text, markup=False, soft_wrap=True)
