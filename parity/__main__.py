@@ -629,9 +629,10 @@ def _write_builds(outcomes: list[Outcome], archs: list[str], json_path: Path | N
         recorded = {name: records.read(name) for name in archs}
         found = {o.id: records.changes(o, recorded[o.check.partition("-")[0]]) for o in outcomes}
         written["changes"] = {name: differs for name, differs in found.items() if differs}
-        report.write_json(json_path, written)
+        write_json(json_path, written)
     if junit is not None:
-        report.write_atomically(junit, report.to_junit(outcomes))
+        with replacing(junit) as aside:
+            aside.write_bytes(report.to_junit(outcomes))
 
 
 @app.command()

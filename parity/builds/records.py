@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..files import write_json
 from ..house import HOUSE
 from ..outcome import BUILT, Outcome, Status, exit_status, tally
-from ..report import FAILING, STYLES, by_weight, details, line, write_json
+from ..report import FAILING, STYLES, by_weight, details, line
 from .runner import BUILDERS, builder_name, toolchain
 
 SCHEMA = "deeptwin.builds/1"

@@ -192,7 +192,7 @@ def _read(path: Path) -> list[Outcome]:
 
 
 def _write(path: Path, outcomes: Sequence[Outcome]) -> None:
-    from ..report import write_json
+    from ..files import write_json
 
     write_json(path, {"outcomes": [outcome.to_json() for outcome in outcomes]})
 
