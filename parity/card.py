@@ -105,7 +105,10 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """A named wrong variant, the catalogue entry it stands for and what is wrong with it."""
+    """A named wrong variant, what is wrong with it, and the entry it stands for.
+
+    The entry is one of the fault catalogue (U…), or the parity rule (R…) that a fault without an entry breaks.
+    """
 
     name: str
     function: str

@@ -633,7 +633,7 @@ DEQUANTIZE = Op(
         _mutant("reads_scale_of_next_group", "U23", "groups are read with their neighbour's scale"),
         _mutant("reads_first_row_scales", "U58", "all rows are read with the scales of the first"),
         _mutant("reads_edge_block_wrong", "U58", "a partial block is read with the scale of the block before it"),
-        _mutant("reads_truncated", "U92", "the product is truncated to bf16"),
+        _mutant("reads_truncated", "R2", "the product is truncated to bf16"),
         _mutant("reads_through_bf16_scale", "U53", "the fp32 scale is rounded to bf16"),
         _mutant("reads_subnormals_as_zero", "U60", "subnormal codes are read as zero"),
     ),

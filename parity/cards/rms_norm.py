@@ -314,7 +314,7 @@ NORM = Op(
         ),
     ),
     mutants=(
-        _mutant("truncated", "U92", "the output is truncated to bf16"),
+        _mutant("truncated", "R2", "the output is truncated to bf16"),
         _mutant("rounded_twice", "U86", "AFTER_WEIGHT with a second rounding before the weight"),
         _mutant("rounded_once", "U39", "BEFORE_WEIGHT without the rounding before the weight"),
         _mutant("rounded_through_fp16", "U86", "the row is rounded to fp16 on the way"),
@@ -371,7 +371,7 @@ def _quant_op(
         mutants=(
             _mutant("codes_of_unrounded_norm", "U86", "codes come from the norm before its rounding to bf16"),
             _mutant("amax_of_unrounded_norm", "U86", "amax comes from the norm before its rounding to bf16"),
-            _mutant("quant_truncated", "U92", "the norm is truncated to bf16"),
+            _mutant("quant_truncated", "R2", "the norm is truncated to bf16"),
             _mutant("quant_codes_truncated", "U60", "codes are truncated"),
             _mutant("quant_scale_floor_on_scale", "U94", "the floor is applied to the scale"),
             _mutant("quant_amax_of_row", "U53", "one amax for the whole row"),

@@ -301,7 +301,7 @@ ROPE = Op(
         _mutant("in_place_pair", "U38", "the second component is computed from the already rotated first"),
         _mutant("table_bf16", "U88", "cosines and sines are rounded to bf16"),
         _mutant("products_bf16", "U86", "each product is rounded to bf16"),
-        _mutant("truncated", "U92", "the output is truncated to bf16"),
+        _mutant("truncated", "R2", "the output is truncated to bf16"),
         _mutant("rest_rounded_to_e4m3", "U86", "channels that do not rotate are quantised"),
         _mutant("last_head_unwritten", "U75", "the last head is left unwritten"),
         _mutant("stale_row_mixed_in", "U74", "an unused table row is multiplied by zero and added"),

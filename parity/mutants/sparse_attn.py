@@ -34,6 +34,7 @@ class Faults:
     bound: str = "both"  # both, lower_only
     rows: str = "own"  # own, first_row_shared
     split_by_batch: bool = False
+    order_by_place: bool = False  # scores are summed in an order that depends on the row's place in the tile
     flicker: bool = False  # every second call flips the last bit of one element
 
 
@@ -68,7 +69,7 @@ def emulate(
         k, ok = keys[:, start : start + size], valid[:, start : start + size]
         if faults.drop_last_key and start == blocks[-1]:
             ok = ok & (torch.arange(size) < last)
-        s = _product("thd,tkd->thk", q_thd, k).to(faults.scores).float()
+        s = _scores(faults, q_thd, k).to(faults.scores).float()
         s = (s * (scale * faults.scale_factor * LOG2_E)).masked_fill(~ok[:, None, :], -torch.inf)
         high = s.amax(-1, keepdim=True).nan_to_num(nan=START)
         new = torch.where(high > top + faults.lazy, high, top)
@@ -84,6 +85,15 @@ def emulate(
 def _product(equation: str, a: Tensor, b: Tensor) -> Tensor:
     # fp64 and one rounding: an fp32 BLAS call gives a row other bits in another batch
     return torch.einsum(equation, a.double(), b.double()).float()
+
+
+def _scores(faults: Faults, q_thd: Tensor, k: Tensor) -> Tensor:
+    if not faults.order_by_place:
+        return _product("thd,tkd->thk", q_thd, k)
+    parts = [_product("thd,tkd->thk", q, keys) for q, keys in zip(q_thd.split(16, -1), k.split(16, -1), strict=True)]
+    forward, backward = sum(parts[1:], parts[0]), sum(reversed(parts[:-1]), parts[-1])
+    odd = (torch.arange(q_thd.shape[0]) % 2 == 1)[:, None, None]
+    return torch.where(odd, backward, forward)
 
 
 def _exp2(x: Tensor) -> Tensor:
@@ -214,6 +224,7 @@ nan_hidden = prefill(replace(_RIGHT, hide_nan=True))
 upper_bound_unchecked = prefill(replace(_RIGHT, bound="lower_only"))
 first_list_for_all = prefill(replace(_RIGHT, rows="first_row_shared"))
 split_depends_on_batch = prefill(replace(_RIGHT, split_by_batch=True))
+order_depends_on_place = prefill(replace(_RIGHT, order_by_place=True))
 not_deterministic = prefill(replace(_RIGHT, flicker=True))
 decode_ignores_page_stride = decode(_RIGHT, ignore_stride=True)
 decode_reads_page_0_for_holes = decode(replace(_RIGHT, holes="read_row_0"))
