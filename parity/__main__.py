@@ -161,22 +161,22 @@ def _run_jobs(settings: Settings, jobs: Sequence[Job], title: str) -> list[Outco
     """Run with a progress bar on a terminal, plain lines in a pipe."""
     if not console.is_terminal:
         with Runner(settings) as runner:
-            done: dict[str, int] = {}
 
             def note(outcome: Outcome) -> None:
                 if outcome.status in report.FAILING:
                     console.print(report.line(outcome), markup=False, soft_wrap=True)
-                done[outcome.component] = done.get(outcome.component, 0) + 1
 
-            runner.report = note
-            console.print(f"{title}: {len(jobs)} cases, seed {settings.seed}")
+            def tell(done: int, total: int) -> None:
+                if done * 10 // total > (done - 1) * 10 // total and total >= 100:
+                    console.print(f"{title}: {done} of {total} cases", markup=False, soft_wrap=True)
+
+            runner.report, runner.progress = note, tell
+            console.print(f"{title}: {len(jobs)} cases, seed {settings.seed}", markup=False, soft_wrap=True)
             return runner.run(jobs)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as bar, Runner(settings) as runner:
-        checks = bar.add_task(title, total=None)
-        runner.report = lambda outcome: bar.update(
-            checks, advance=1, description=f"{title} {outcome.component}.{outcome.op}"
-        )
+        cases = bar.add_task(title, total=len(jobs))
+        runner.progress = lambda done, total: bar.update(cases, completed=done)
         return runner.run(jobs)
 
 

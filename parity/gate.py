@@ -104,6 +104,7 @@ class Runner:
     def __init__(self, settings: Settings, report: Report = lambda outcome: None) -> None:
         self.settings = settings
         self.report = report
+        self.progress: Callable[[int, int], None] = lambda done, total: None  # cases finished, cases in all
         self.entries = ledger.read()
         self._local = threading.local()
         self._workers: list[Worker] = []
@@ -124,8 +125,9 @@ class Runner:
         """Every outcome, in the order of the jobs; rate checks of R2 over whole regimes come last."""
         outcomes: list[Outcome] = []
         with ThreadPoolExecutor(self.settings.jobs) as pool:
-            for found in pool.map(self.run_job, jobs):
+            for done, found in enumerate(pool.map(self.run_job, jobs), start=1):
                 outcomes.extend(found)
+                self.progress(done, len(jobs))
         rates = self.rates(jobs, outcomes)
         for outcome in rates:
             self.report(outcome)

@@ -32,13 +32,13 @@ def norm_launch(width: int) -> NormLaunch:
 
 @triton.jit
 def _inverse_rms(x_ptr, stride_xm, width, count, eps, BLOCK: tl.constexpr):
-    # a tile of one row, so that the mean is no scalar: the adapter of the Ascend chain aborts on scalar tl.div_rn
-    column = tl.arange(0, BLOCK).to(tl.int64)[None, :]
-    squares = tl.zeros([1, BLOCK], tl.float32)
+    column = tl.arange(0, BLOCK).to(tl.int64)
+    squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         x = tl.load(x_ptr + (start + column) * stride_xm, mask=start + column < width, other=0.0).to(tl.float32)
         squares += x * x
-    mean = tl.div_rn(tl.sum(squares, axis=1), count)
+    # a tile of one number: the adapter of the Ascend chain aborts on tl.div_rn of scalars
+    mean = tl.div_rn(tl.zeros([1], tl.float32) + tl.sum(squares, axis=0), count)
     # correctly rounded on every device, unlike an approximate rsqrt
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
