@@ -66,9 +66,47 @@ FP8_1X128_UE8M0 = QuantFormat(
 FP8_128X128 = QuantFormat(
     name="fp8_128x128", rows=128, group=128, code=CodeKind.E4M3, scale=ScaleKind.F32, amax_floor=1e-4
 )
+FP8_32X32 = QuantFormat(
+    name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4
+)
 MXFP4 = QuantFormat(name="mxfp4", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
 
-QUANT_FORMATS = {f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, MXFP4)}
+QUANT_FORMATS = {f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, FP8_32X32, MXFP4)}
+
+
+class PageLayout(enum.Enum):
+    """Where a page of a cache keeps the scales of its records."""
+
+    INTERLEAVED = "interleaved"  # [data | scales] of one entry after the other: DeepInfer's main and SWA caches
+    SECTIONED = "sectioned"  # the data of all entries, then the scales of all entries: index keys, SGLang's caches
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFormat:
+    """What one cache entry of `channels` values is stored as: element codes, then the scales of its groups."""
+
+    name: str
+    channels: int
+    quant: QuantFormat
+
+    def __post_init__(self) -> None:
+        if self.channels <= 0 or self.channels % self.quant.group:
+            raise ValueError(f"channels: expected a positive multiple of {self.quant.group}, got {self.channels}")
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the element codes of one entry."""
+        return self.channels if self.quant.code is CodeKind.E4M3 else self.channels // 2
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one entry; every scale is one byte."""
+        return self.data_bytes + self.channels // self.quant.group
+
+
+KV_FP8 = RecordFormat(name="kv_fp8", channels=512, quant=Q8)  # 528 bytes: sliding window, optional main cache
+KV_FP4 = RecordFormat(name="kv_fp4", channels=512, quant=Q4K)  # 288 bytes: compressed main cache of V4.1
+INDEX_FP4 = RecordFormat(name="index_fp4", channels=128, quant=Q4I)  # 68 bytes: index keys of V4.1
 
 
 class Pairing(enum.Enum):
