@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +55,22 @@ def installed(distribution: str) -> str | None:
         return None
 
 
+def ptxas_version() -> str:
+    """Release of the assembler that triton will run, for example "13.0, V13.0.88"; "unknown" if it cannot be asked.
+
+    It is part of a result: ptxas 12.8 assembles some right kernels wrongly (DECISIONS.md).
+    """
+    spec = importlib.util.find_spec("triton")
+    bundled = Path(spec.origin).parent / "backends/nvidia/bin/ptxas" if spec and spec.origin else Path("ptxas")
+    path = os.environ.get("TRITON_PTXAS_PATH", str(bundled))
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    _, _, release = text.partition("release ")
+    return release.splitlines()[0] if release else "unknown"
+
+
 def facts(device: str = "cpu") -> dict[str, Any]:
     """What a result is bound to: machine, device, library versions, numeric switches."""
     record: dict[str, Any] = {
@@ -73,5 +92,6 @@ def facts(device: str = "cpu") -> dict[str, Any]:
             "capability": f"sm{properties.major}{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
+            "ptxas": ptxas_version(),
         }
     return record

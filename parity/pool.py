@@ -60,9 +60,12 @@ class Worker:
             if not self._inbox.poll(limit):
                 self.stop()
                 return Reply(status="crashed", message=f"no answer within {limit:g} s (hang): the worker was killed")
-            return unpack(self._inbox.recv_bytes())
+            reply: Reply = unpack(self._inbox.recv_bytes())
         except (EOFError, OSError):
             return Reply(status="crashed", message=f"the worker process died: {self._death()}", trace=self._tail())
+        if reply.poisoned:
+            self.stop()
+        return reply
 
     def _death(self) -> str:
         assert self.process is not None

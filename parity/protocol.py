@@ -45,13 +45,17 @@ class BuildRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What happened. `status`: ok, violation, unsupported, error (raised), broken (cannot be called at all)."""
+    """What happened. `status`: ok, violation, unsupported, error (raised), broken (cannot be called at all).
+
+    `poisoned` says that the device of this process answers every further call with an error: the parent replaces it.
+    """
 
     status: str
     message: str = ""
     trace: str = ""
     outputs: Outputs = field(default_factory=dict)
     finding: Finding | None = None
+    poisoned: bool = False
     builds: tuple[Outcome, ...] = ()
 
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from .card import case_rng, load_card
@@ -55,6 +56,19 @@ def _trace(error: BaseException) -> str:
     return "".join(frames[-12:])
 
 
+def _poisoned(device: str) -> bool:
+    """Whether an earlier fault left the device unusable: CUDA then fails every call, whoever makes it."""
+    if device == "cpu":
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def serve(inbox: Connection, outbox: Connection) -> None:
     """Answer requests until the parent closes its end."""
     from .environment import fixed_numerics
@@ -65,7 +79,8 @@ def serve(inbox: Connection, outbox: Connection) -> None:
                 request = unpack(inbox.recv_bytes())
             except EOFError:
                 return
-            outbox.send_bytes(pack(handle(request)))
+            reply = handle(request)
+            outbox.send_bytes(pack(replace(reply, poisoned=_poisoned(request.device))))
 
 
 def main() -> None:

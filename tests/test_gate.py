@@ -18,6 +18,8 @@ from deeptwin.parity.__main__ import app
 from deeptwin.parity.card import Candidate, case_rng, load_card
 from deeptwin.parity.gate import Job, Runner, Settings, plan
 from deeptwin.parity.outcome import Outcome, Status, exit_status
+from deeptwin.parity.pool import Worker
+from deeptwin.parity.protocol import BuildRequest
 from deeptwin.parity.shrink import Shrinker
 
 TESTS = Path(__file__).parent
@@ -84,6 +86,18 @@ def test_a_bad_candidate_gets_a_verdict_that_names_its_fault(function, status, t
 
 def test_unwritten_elements_are_diagnosed():
     assert "unwritten output" in judge("unwritten")[0].diagnosis
+
+
+def test_a_worker_with_a_poisoned_device_is_replaced(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS / "candidates"))
+    worker = Worker(module="poisoned_worker")
+    request = BuildRequest(component="rms_norm", op="rms_norm", case=OP.builds[0], arch="sm90")
+    try:
+        first, second = worker.ask(request), worker.ask(request)
+    finally:
+        worker.stop()
+    assert first.status == second.status == "error"
+    assert first.message != second.message  # the process ids
 
 
 def test_a_hanging_candidate_is_killed_once_and_given_up():

@@ -30,7 +30,7 @@ def rope_launch(num_heads: int, rotary_dim: int) -> RopeLaunch:
 def _difference_of_products(a, b, c, d):
     """a * b - c * d for bf16 or fp16 values a, c and fp32 b, d: right to 2 ulp of fp32 even where it cancels.
 
-    b and d are cut into 12 high and 12 low bits, so every product is exact and contraction to fma changes nothing.
+    b and d are cut into 12 high and 12 low bits, so every product is exact.
     """
     b_high = (b.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
     d_high = (d.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
@@ -160,6 +160,9 @@ def rope(
         INTERLEAVED=interleaved,
         INVERSE=inverse,
         num_warps=launch.num_warps,
+        # fp32 rows: their products are not exact, so contraction, which the compiler chooses anew for every
+        # specialisation of the strides, would make a row depend on its batch
+        enable_fp_fusion=False,
     )
     return y_thd
 
