@@ -22,7 +22,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[triton,tilelang,test,peers,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[triton,tilelang,test,peers,vision,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python tile-kernels==2.1.0
 	touch $@
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,6 +19,7 @@ from deeptwin.parity.__main__ import app
 from deeptwin.parity.card import Candidate, case_rng, load_card
 from deeptwin.parity.gate import Job, Runner, Settings, plan
 from deeptwin.parity.outcome import Outcome, Status, exit_status
+from deeptwin.parity.pairing import every_pair
 from deeptwin.parity.pool import Worker
 from deeptwin.parity.protocol import BuildRequest
 from deeptwin.parity.shrink import Shrinker
@@ -98,6 +100,16 @@ def test_a_worker_with_a_poisoned_device_is_replaced(monkeypatch):
         worker.stop()
     assert first.status == second.status == "error"
     assert first.message != second.message  # the process ids
+
+
+def test_every_pair_of_choices_is_met():
+    axes = ("ab", (0, 1, 2), (True, False), range(5))
+    chosen = every_pair(*axes)
+    for i, j in combinations(range(len(axes)), 2):
+        assert {(row[i], row[j]) for row in chosen} == set(product(axes[i], axes[j]))
+    assert len(chosen) == len(set(chosen)) < 30  # of 60
+    with pytest.raises(ValueError, match="axes: expected two or more, got 1"):
+        every_pair(range(3))
 
 
 def test_a_hanging_candidate_is_killed_once_and_given_up():

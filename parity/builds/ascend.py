@@ -25,7 +25,7 @@ from ..environment import installed
 from ..outcome import Outcome, Status
 from .ascend_tools import WHEELS, Toolchain, find, pins
 from .nvidia import specialisations
-from .spec import BuildCase, Expect, Specialisation, ast_source
+from .spec import BuildCase, Expect, Specialisation, ast_source, verdict
 
 TARGET = "Ascend950PR_9589"
 PATHS = ("simd", "simt")
@@ -326,12 +326,7 @@ def judge(case: BuildCase, path: str, expect: Expect, tools: Toolchain) -> tuple
     except Refused as error:
         failure = str(error)
     metrics["seconds"] = round(time.monotonic() - started, 2)
-    if expect.fails:
-        if expect.fails in failure:
-            return Status.KNOWN_FAILURE, f"{expect.reason}: {failure}", metrics
-        what = f"fails otherwise: {failure}" if failure else "lowers: remove the expectation"
-        return Status.MISMATCH, f"expected failure: {expect.fails!r} ({expect.reason}), but it {what}", metrics
-    return (Status.MISMATCH if failure else Status.LOWERED), failure, metrics
+    return *verdict(failure, expect, Status.LOWERED), metrics
 
 
 def _fault(expect: Expect, products: float) -> str:

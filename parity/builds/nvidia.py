@@ -20,7 +20,7 @@ from ..card import Card, Op
 from ..environment import installed
 from ..outcome import Outcome, Status
 from . import machine_code
-from .spec import CAPABILITY, BuildCase, Expect, Specialisation, ast_source, capture
+from .spec import CAPABILITY, BuildCase, Expect, Specialisation, ast_source, capture, verdict
 
 # lines of a compiler's log that say why, from the telling to the general
 _TELLING = (r"out of resource.*", r"ptxas (?:fatal|error).*", r"\berror: .*", r"LLVM ERROR.*", r"Assertion.*")
@@ -98,12 +98,7 @@ def judge(specs: list[Specialisation], expect: Expect, arch: str) -> tuple[Statu
     except machine_code.Unreadable as error:
         return Status.ERROR, str(error), metrics
     metrics["seconds"] = round(time.monotonic() - started, 2)
-    if expect.fails:
-        if expect.fails in failure:
-            return Status.KNOWN_FAILURE, f"{expect.reason}: {failure}", metrics
-        what = f"fails otherwise: {failure}" if failure else "builds within its limits: remove the expectation"
-        return Status.MISMATCH, f"expected failure: {expect.fails!r} ({expect.reason}), but it {what}", metrics
-    return (Status.MISMATCH if failure else Status.COMPILED), failure, metrics
+    return *verdict(failure, expect, Status.COMPILED), metrics
 
 
 def compile_kernel(spec: Specialisation, arch: str) -> dict[str, float]:

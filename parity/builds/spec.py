@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..outcome import Status
+
 ARCHS = ("sm90", "sm100", "ascend950")
 EXPECT_KEYS = ("sm90", "sm100", "ascend950-simd", "ascend950-simt")
 DSLS = ("triton", "tilelang")
@@ -39,6 +41,16 @@ class Expect:
     def __post_init__(self) -> None:
         if (self.fails or self.max_stack > 0 or self.mma == "mma.sync") and not self.reason:
             raise ValueError("reason: expected why the build may fail, spill or use the old matrix unit, got ''")
+
+
+def verdict(failure: str, expect: Expect, built: Status) -> tuple[Status, str]:
+    """Status and message of a build: `built` without a failure, and an expected failure must fail as expected."""
+    if not expect.fails:
+        return (Status.MISMATCH, failure) if failure else (built, "")
+    if expect.fails in failure:
+        return Status.KNOWN_FAILURE, f"{expect.reason}: {failure}"
+    what = f"fails otherwise: {failure}" if failure else "builds within its limits: remove the expectation"
+    return Status.MISMATCH, f"expected failure: {expect.fails!r} ({expect.reason}), but it {what}"
 
 
 @dataclass(frozen=True, kw_only=True)

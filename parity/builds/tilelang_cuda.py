@@ -49,16 +49,17 @@ def unsupported() -> str:
     if reason := missing():
         return reason
     if find_nvcc() is None:
-        return "nvcc was not found: install CUDA 13 or pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt"
+        return "nvcc was not found: pip install 'deeptwin[tilelang]', or install CUDA 13"
     return "" if _cuobjdump() else "cuobjdump was not found: it comes with triton"
 
 
 def find_nvcc() -> Path | None:
-    """The compiler on PATH, of a CUDA installation, or of the wheels of NVIDIA."""
-    on_path = shutil.which("nvcc")
+    """The compiler of the wheels that the extra `tilelang` pins, or else one on PATH or of a CUDA installation."""
     wheels = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin" / "nvcc"
-    places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc", wheels]
-    return Path(on_path) if on_path else next((place for place in places if place.is_file()), None)
+    on_path = shutil.which("nvcc")
+    installed_there = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    places = [wheels, *([Path(on_path)] if on_path else []), installed_there]
+    return next((place for place in places if place.is_file()), None)
 
 
 def _measure(case: BuildCase, expect: Expect, arch: str) -> Measured:

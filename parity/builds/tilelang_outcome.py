@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..card import Card, Op
 from ..outcome import Outcome, Status
-from .spec import BuildCase, Expect
+from .spec import BuildCase, Expect, verdict
 from .tilelang_lower import Product, Refused
 
 Measured = tuple[Mapping[str, float], Sequence[str]]  # numbers of a build, and its faults
@@ -63,13 +63,7 @@ def judge(row: Row, expect: Expect, built: Status, measure: Callable[[], Measure
         failure = str(error)
     seconds = time.monotonic() - started
     metrics["seconds"] = round(seconds, 2)
-    status, message = (Status.MISMATCH, failure) if failure else (built, "")
-    if expect.fails and expect.fails in failure:
-        status, message = Status.KNOWN_FAILURE, f"{expect.reason}: {failure}"
-    elif expect.fails:
-        instead = f"fails otherwise: {failure}" if failure else "builds within its limits: remove the expectation"
-        status = Status.MISMATCH
-        message = f"expected failure: {expect.fails!r} ({expect.reason}), but it {instead}"
+    status, message = verdict(failure, expect, built)
     return row.outcome(status, message, metrics=metrics, seconds=seconds)
 
 

@@ -18,6 +18,7 @@ from ..builds.ascend_presets import VECTOR, WIDENS_E4M3
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
+from ..pairing import every_pair
 from ..relations import CallFn, Context, Variant, batch_invariant, pick_rows, row_chunks, take
 from ..rules import Bitwise
 
@@ -226,7 +227,7 @@ def cases_quantize(full: bool) -> list[QuantCase]:
         names, dtypes = QUANT_FORMATS, ("bf16", "fp16", "fp32")
         found += [
             QuantCase(tokens=3, width=1280, fmt=n, dtype=d, regime=r)
-            for n, d, r in product(names, dtypes, ALL_REGIMES)
+            for n, d, r in every_pair(tuple(names), dtypes, ALL_REGIMES)
             if d != "fp16" or r not in ("tiny", "huge", "subnormal")
         ]
         found += [QuantCase(tokens=2, width=w, fmt=n) for n, w in product(names, (128, 512, 1536, 4096, 5120, 7168))]

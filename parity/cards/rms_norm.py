@@ -19,6 +19,7 @@ from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
 from ..floats import ordered, ulp_distance
+from ..pairing import every_pair
 from ..relations import CallFn, Variant, row_chunks
 from ..rules import Budget, Codes, Judgement, OneRounding, Oracles
 from .quant import independent_rows
@@ -173,12 +174,14 @@ def cases(full: bool) -> list[NormCase]:
     if full:
         found += [
             NormCase(tokens=3, width=w, cast=c, eps=e, regime=r)
-            for w, c, e, r in product(WIDTHS, ("after", "before"), (1e-20, 1e-6), ALL_REGIMES)
+            for w, c, e, r in every_pair(WIDTHS, ("after", "before"), (1e-20, 1e-6), ALL_REGIMES)
             # 1e-6 alone makes 1 / rms exactly 1000: rows full of midpoints, which no arithmetic can be asked to hit
             if e == 1e-20 or r not in ("tiny", "subnormal")
         ]
-        regimes = (r for r in ALL_REGIMES if r != "huge")
-        found += [replace(f32, width=w, cast=c, regime=r) for w, c, r in product(WIDTHS, ("after", "before"), regimes)]
+        regimes = tuple(r for r in ALL_REGIMES if r != "huge")
+        found += [
+            replace(f32, width=w, cast=c, regime=r) for w, c, r in every_pair(WIDTHS, ("after", "before"), regimes)
+        ]
     return list({case.id: case for case in found}.values())
 
 
@@ -193,7 +196,7 @@ def cases_quant(full: bool) -> list[NormCase]:
         formats = ("q8", "fp8_1x128_ue8m0")
         found += [
             replace(base, tokens=3, width=w, cast=c, fmt=f, regime=r)
-            for w, c, f, r in product(WIDTHS, ("after", "before"), formats, ALL_REGIMES)
+            for w, c, f, r in every_pair(WIDTHS, ("after", "before"), formats, ALL_REGIMES)
         ]
     return list({case.id: case for case in found}.values())
 
@@ -206,7 +209,7 @@ def cases_quant_f32(full: bool) -> list[NormCase]:
     if full:
         found += [
             replace(base, width=w, cast=c, eps=1e-20, regime=r)
-            for w, c, r in product(WIDTHS, ("after", "before"), ALL_REGIMES)
+            for w, c, r in every_pair(WIDTHS, ("after", "before"), ALL_REGIMES)
         ]
     return list({case.id: case for case in found}.values())
 

@@ -17,6 +17,7 @@ from ..builds.ascend_presets import FP64, VECTOR
 from ..builds.presets import FP64_ANGLES, NO_PRODUCT
 from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Peer, Relation
+from ..pairing import every_pair
 from ..relations import row_chunks
 from ..rules import Bitwise, Budget, Close, OneRounding
 
@@ -189,7 +190,7 @@ def cases_rope(full: bool) -> list[RopeCase]:
     if full:
         found += [
             RopeCase(tokens=3, heads=17, dim=d, config=c, pairing=p, span=s, inverse=i, dtype=t, out=t, regime=r)
-            for d, c, (p, s, i), t, r in product((64, 192), configs, choices, ("bf16", "fp32"), ALL_REGIMES)
+            for d, c, (p, s, i), t, r in every_pair((64, 192), configs, choices, ("bf16", "fp32"), ALL_REGIMES)
         ]
     return list({case.id: case for case in found}.values())
 
