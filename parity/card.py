@@ -76,7 +76,8 @@ class Candidate:
     """An implementation to judge. `declines` gives the reason why a case is outside its declared limits, or None.
 
     A `required` row must run on every case that it does not decline; a function that a user names may say
-    NotImplementedError for what it does not do.
+    NotImplementedError for what it does not do. `lowered_declines` adds cases that say nothing about the Ascend
+    lowering, which runs on the CPU with one loop for every axis.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Candidate:
     archs: tuple[str, ...] = ("cpu", "sm90", "sm100")
     needs: tuple[str, ...] = ()
     declines: Callable[[Any], str | None] = lambda case: None
+    lowered_declines: Callable[[Any], str | None] = lambda case: None
     required: bool = True
 
 
@@ -174,6 +176,19 @@ class Card:
             if op.name == name:
                 return op
         raise KeyError(name)
+
+
+def variants(module: str) -> tuple[Callable[[str, str, str], Mutant], Callable[[str], Candidate]]:
+    """What makes the rows of `parity/mutants/<module>.py`: mutant(function, entry, fault) and control(function)."""
+    path = f"deeptwin.parity.mutants.{module}"
+
+    def mutant(function: str, entry: str, fault: str) -> Mutant:
+        return Mutant(name=function, function=f"{path}:{function}", entry=entry, fault=fault)
+
+    def control(function: str) -> Candidate:
+        return Candidate(name=function, function=f"{path}:{function}")
+
+    return mutant, control
 
 
 def resolve(spec: str) -> Callable[..., Any]:

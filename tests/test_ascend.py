@@ -285,10 +285,10 @@ def test_an_operation_is_summed_up_by_its_first_failure() -> None:
 def test_only_functions_of_the_house_have_a_lowered_row() -> None:
     card = load_card("rms_norm")
     op = card.op("rms_norm")
-    row = ascend_run.row(card, op, op.candidates[0])
+    row = ascend_run.row(op.candidates[0])
     assert row is not None
     assert row.function == "deeptwin.parity.builds.ascend_run:rms_norm__rms_norm_triton"
-    assert ascend_run.row(card, op, Candidate(name="mine", function="mine.py:norm")) is None
+    assert ascend_run.row(Candidate(name="mine", function="mine.py:norm")) is None
     declined = [job.case for job in plan(card, op, full=False) if row.declines(job.case)]
     assert declined
     assert {case.out for case in declined} == {"fp32"}

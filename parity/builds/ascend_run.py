@@ -359,28 +359,17 @@ class LoweredRunner(Runner):
         return self._local.worker
 
 
-def _serial_sum(case: Any) -> str | None:
-    if case.out == "fp32":
-        return "the loops on the CPU add a row one by one, as no chip does: its fp32 budget is not for that order"
-    return None
-
-
-# cases that say nothing about the lowering, by operation
-DECLINES: dict[tuple[str, str], Callable[[Any], str | None]] = {("rms_norm", "rms_norm"): _serial_sum}
-
-
-def row(card: Card, op: Op, candidate: Candidate) -> Candidate | None:
+def row(candidate: Candidate) -> Candidate | None:
     """The lowered row beside a row of the card, or None if that is no function of `optimized/`."""
     module, _, function = candidate.function.partition(":")
     if not module.startswith(OPTIMIZED):
         return None
-    own = DECLINES.get((card.component, op.name), lambda case: None)
     return replace(
         candidate,
         name=NAME,
         function=f"{__name__}:{module.removeprefix(OPTIMIZED)}__{function}",
         archs=("ascend950",),
-        declines=lambda case: candidate.declines(case) or own(case),
+        declines=lambda case: candidate.declines(case) or candidate.lowered_declines(case),
         required=False,
     )
 
@@ -402,7 +391,7 @@ def judge(
     work: list[Job] = []
     missing: list[Outcome] = []
     for card, op in [(one, op) for one in cards for op in one.ops]:
-        rows = tuple(found for c in op.candidates if (found := row(card, op, c)) is not None)
+        rows = tuple(found for c in op.candidates if (found := row(c)) is not None)
         if rows and isinstance(tools, str):
             missing.append(_did_not_run(card, op, tools, required))
         elif rows:

@@ -20,7 +20,7 @@ from .. import draws, texts
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..peers.mla import TINY
 from ..relations import CallFn, Context, Pick, Variant, join_rows, pick_rows, take
 from ..rules import ATTENTION, LSE, MLA_BLOCK, Bitwise, Close
@@ -678,16 +678,8 @@ EXPLAINS = {
 }
 
 
-def _core(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"deeptwin.parity.mutants.mla:{function}", entry=entry, fault=fault)
-
-
-def _block(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"deeptwin.parity.mutants.mla_block:{function}", entry=entry, fault=fault)
-
-
-def _controls(module: str, *names: str) -> tuple[Candidate, ...]:
-    return tuple(Candidate(name=name, function=f"deeptwin.parity.mutants.{module}:{name}") for name in names)
+_core, _core_control = variants("mla")
+_block, _block_control = variants("mla_block")
 
 
 def plain(case: PrefillCase | DecodeCase) -> bool:
@@ -803,7 +795,11 @@ PREFILL = Op(
         _core("accumulator_bf16", "U09", "the accumulator is kept in bf16"),
         _core("output_truncated", "R1", "the output is truncated to bf16"),
     ),
-    controls=_controls("mla", "right_prefill", "right_prefill_backwards", "right_prefill_merged"),
+    controls=(
+        _core_control("right_prefill"),
+        _core_control("right_prefill_backwards"),
+        _core_control("right_prefill_merged"),
+    ),
     golden=golden_prefill,
 )
 
@@ -899,7 +895,10 @@ DECODE = Op(
         _core("value_from_the_rotary_end", "U23", "the value is the last channels of a row, not the first"),
         _core("decode_scale_off_by_3_percent", "U05", "softmax scale off by 3 %"),
     ),
-    controls=_controls("mla", "right_decode", "right_decode_splits"),
+    controls=(
+        _core_control("right_decode"),
+        _core_control("right_decode_splits"),
+    ),
     golden=golden_decode,
 )
 
@@ -938,7 +937,7 @@ STORE = Op(
         _core("store_without_the_rotary_key", "U28", "the second half of a row is not written"),
         _core("store_spills_into_the_next_slot", "U26", "a row is written one element too wide"),
     ),
-    controls=_controls("mla", "right_store"),
+    controls=(_core_control("right_store"),),
     golden=golden_store,
 )
 
@@ -991,7 +990,10 @@ NAIVE = Op(
         _block("past_dropped", "U27", "the cached rows are not read"),
         _block("future_seen", "U25", "a query sees one key too many"),
     ),
-    controls=_controls("mla_block", "naive_right", "naive_right_backwards"),
+    controls=(
+        _block_control("naive_right"),
+        _block_control("naive_right_backwards"),
+    ),
     golden=golden_block,
 )
 
@@ -1014,7 +1016,10 @@ ABSORBED = Op(
         _block("absorbed_last_chunk_lost", "U01", "the newest chunk is lost in the merge"),
         _block("absorbed_output_truncated", "R1", "the mixed latent is truncated to bf16"),
     ),
-    controls=_controls("mla_block", "absorbed_right", "absorbed_right_splits"),
+    controls=(
+        _block_control("absorbed_right"),
+        _block_control("absorbed_right_splits"),
+    ),
     golden=golden_block,
 )
 

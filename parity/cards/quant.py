@@ -17,12 +17,12 @@ from .. import draws
 from ..builds.ascend_presets import VECTOR, WIDENS_E4M3
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation, variants
 from ..pairing import every_pair
 from ..relations import CallFn, Context, Variant, batch_invariant, pick_rows, row_chunks, take
 from ..rules import Bitwise
 
-MUTANTS = "deeptwin.parity.mutants.quant"
+_mutant, _control = variants("quant")
 HUGE = 2.0**100
 ALL_REGIMES = (*REGIMES, "zeros", "ties", "tiny", "huge", "subnormal", "cancel", "constant")
 
@@ -348,14 +348,6 @@ def golden_quantize() -> list[QuantCase]:
 def golden_dequantize() -> list[QuantCase]:
     """Every byte of every format."""
     return [QuantCase(tokens=2, width=512, fmt=name, dtype="fp32", regime="extreme") for name in ("q8", "q4i", "q4k")]
-
-
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
 def _representable(case: Any) -> bool:

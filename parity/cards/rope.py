@@ -16,12 +16,12 @@ from .. import draws
 from ..builds.ascend_presets import FP64, VECTOR
 from ..builds.presets import FP64_ANGLES, NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Peer, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
 from ..pairing import every_pair
 from ..relations import row_chunks
 from ..rules import Bitwise, Budget, Close, OneRounding
 
-MUTANTS = "deeptwin.parity.mutants.rope"
+_mutant, _control = variants("rope")
 ALL_REGIMES = (*REGIMES, "zeros", "ties", "tiny", "huge", "subnormal", "cancel", "constant")
 
 
@@ -223,14 +223,6 @@ ROTATED = {torch.bfloat16: OneRounding(cancellation=2.0**-15), torch.float16: On
 # judgements (10 regimes without subnormal fp32 rows, 50 seeds; plain, fused and wide products, the Triton kernel):
 # worst row 2.03, total 0.99, element 1.13 (RIVAL's + 1), bias 0.06
 F32_ROPE = Budget(kind="fp32 rope", floor=1.0, row=4.0, total=2.0)
-
-
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
 ROPE = Op(

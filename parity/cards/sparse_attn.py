@@ -13,11 +13,11 @@ from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Peer, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
 from ..relations import Context, Variant, row_chunks
 from ..rules import ATTENTION, LSE, Close
 
-MUTANTS = "deeptwin.parity.mutants.sparse_attn"
+_mutant, _control = variants("sparse_attn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,14 +279,6 @@ def golden_cases_decode() -> list[SparseCase]:
 OUTPUTS = (Output(name="out_thu", rule=ATTENTION), Output(name="lse_th", rule=LSE, dtype=torch.float32))
 ROWS = {"q_thd": 0, "idx_tk": 0, "topk_length_t": 0}
 OUT_ROWS = {"out_thu": 0, "lse_th": 0}
-
-
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
 def finite(case: SparseCase) -> bool:
