@@ -793,6 +793,8 @@ PREFILL = Op(
         _core("weights_truncated", "U87", "softmax weights truncated to bf16"),
         _core("scores_bf16", "U09", "scores rounded to bf16"),
         _core("accumulator_bf16", "U09", "the accumulator is kept in bf16"),
+        _core("first_product_alone", "U82", "of two products into one accumulator the second is lost"),
+        _core("second_product_alone", "U82", "of two products into one accumulator the first is lost"),
         _core("output_truncated", "R1", "the output is truncated to bf16"),
     ),
     controls=(

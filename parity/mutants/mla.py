@@ -40,6 +40,7 @@ class Faults:
     table: str = "own"  # own, first_request
     lengths: str = "own"  # own, longest
     page: str = "strided"  # strided, packed
+    chained: str = "both"  # both, first, second: which of two products into one accumulator arrives
     verify: str = "own"  # own, last (every query of a request sees what the last one sees)
     flicker: bool = False  # every second call flips the last bit of one element
 
@@ -88,6 +89,7 @@ def _partial(
     t, h, s = q.shape[0], q.shape[1], k.shape[0]
     # whole blocks, as a kernel has them: the width of the last one must not depend on the chunk
     k, v = (pad(x.float(), (0, 0, 0, 0, 0, -s % faults.block)) for x in (k, v))
+    q = _arriving(faults, q)
     acc, total = torch.zeros(t, h, v.shape[-1]), torch.zeros(t, h, 1)
     top = torch.full((t, h, 1), START)
     starts = range(0, k.shape[0], faults.block)
@@ -104,6 +106,14 @@ def _partial(
         acc, top = acc.to(faults.accumulator).float(), new
     lse = (top + torch.log2(total.double()).float()) / LOG2_E
     return torch.where(total == 0, 0.0, acc / total), torch.where(total == 0, -torch.inf, lse).squeeze(-1)
+
+
+def _arriving(faults: Faults, q: Tensor) -> Tensor:
+    """A score is the product over the largest power of two of channels plus that over the rest."""
+    width = q.shape[-1]
+    channel = torch.arange(width)
+    main = channel < 1 << (width.bit_length() - 1)
+    return torch.where({"both": channel >= 0, "first": main, "second": ~main}[faults.chained], q.float(), 0)
 
 
 def _exp2(x: Tensor) -> Tensor:
@@ -241,6 +251,8 @@ scale_off_by_half_percent = prefill(replace(_RIGHT, scale=1.005))
 weights_truncated = prefill(replace(_RIGHT, weights="truncated"))
 scores_bf16 = prefill(replace(_RIGHT, scores=torch.bfloat16))
 accumulator_bf16 = prefill(replace(_RIGHT, accumulator=torch.bfloat16))
+first_product_alone = prefill(replace(_RIGHT, chained="first"))
+second_product_alone = prefill(replace(_RIGHT, chained="second"))
 output_truncated = prefill(replace(_RIGHT, output="truncated"))
 
 right_decode = decode(_RIGHT)
