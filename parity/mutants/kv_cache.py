@@ -311,7 +311,7 @@ def _placed(**changes: str) -> Faults:
 
 
 def _quantised(**changes: str) -> Faults:
-    return replace(_STORE, quant=replace(_STORE.quant, **changes))
+    return replace(_STORE, quant=replace(_STORE.quant, **changes))  # type: ignore[arg-type]
 
 
 def _read(**changes: str) -> ReadFaults:
