@@ -66,9 +66,7 @@ FP8_1X128_UE8M0 = QuantFormat(
 FP8_128X128 = QuantFormat(
     name="fp8_128x128", rows=128, group=128, code=CodeKind.E4M3, scale=ScaleKind.F32, amax_floor=1e-4
 )
-FP8_32X32 = QuantFormat(
-    name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4
-)
+FP8_32X32 = QuantFormat(name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
 MXFP4 = QuantFormat(name="mxfp4", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
 
 QUANT_FORMATS = {f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, FP8_32X32, MXFP4)}
@@ -198,3 +196,11 @@ class MlaConfig:
     def latent_dim(self) -> int:
         """Width of a cached row: the key/value latent and the rotary key."""
         return self.kv_lora_rank + self.rope.rope_dim
+
+
+class ScoreOrder(enum.Enum):
+    """How index scores are rounded and in which order heads are added; published implementations disagree."""
+
+    FP32 = "fp32"  # dot products and their weighted sum in fp32, fp32 scores: the quality oracle
+    BF16_RELEASE = "bf16_release"  # dot product, weighted product and sum each rounded to bf16: DeepSeek release code
+    BF16_CHAINS = "bf16_chains"  # four chains of bf16 fma, heads c, c + 4, c + 8, ... each: DeepGEMM on SM100
