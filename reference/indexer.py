@@ -8,7 +8,7 @@ and −inf for entries that are not visible yet. The weights w are signed and co
 map of the compressor's latent *before* it is rotated, normalised, rotated at the position of the entry's first token.
 There is no Hadamard transform here: it belongs to V4.
 
-A query or key row is a record of 68 bytes (x): 64 bytes of e2m1 codes, element 2i in the low nibble of byte i, then
+A query or key row is a record of 68 bytes (w): 64 bytes of e2m1 codes, element 2i in the low nibble of byte i, then
 the 4 UE8M0 scales of its groups of 32 (`INDEX_FP4`). Pages of a cache hold the codes of all their entries first and
 the scales of all entries behind them.
 
@@ -122,8 +122,8 @@ def index_weights(x_tm: Tensor, w_hm: Tensor, *, scale: float, num: Numerics = C
 
 
 def index_scores(
-    q_thx: Tensor,
-    k_sx: Tensor,
+    q_thw: Tensor,
+    k_sw: Tensor,
     w_th: Tensor,
     first_t: Tensor,
     length_t: Tensor,
@@ -141,7 +141,7 @@ def index_scores(
                         very bits that it has without them
 
     Shapes:
-        q_thx: uint8 [t, h, 68]; k_sx: uint8 [s, 68]; w_th: [t, h] of bf16 values; first_t, length_t: int32 [t], the
+        q_thw: uint8 [t, h, 68]; k_sw: uint8 [s, 68]; w_th: [t, h] of bf16 values; first_t, length_t: int32 [t], the
         first key of the token's sequence and how many it sees; blocks_tk: int32 [t, k] or None; returns [t, s], or
         [t, k * block_size] with blocks, in fp32 (ScoreOrder.FP32) or bf16.
 
@@ -162,18 +162,18 @@ def index_scores(
     Source:
         v41-attention.md sections 4.1 to 4.3
     """
-    dims = _check_queries(q_thx, w_th, length_t)
-    _check("k_sx", k_sx, "sx", torch.uint8, dims)
+    dims = _check_queries(q_thw, w_th, length_t)
+    _check("k_sw", k_sw, "sw", torch.uint8, dims)
     _check("first_t", first_t, "t", torch.int32, dims)
     entry_ts = _entries(length_t, blocks_tk, block_size, dims["s"])
     row_ts = torch.where(entry_ts >= 0, first_t.long()[:, None] + entry_ts, -1)
-    k_sd = dequantize(*_parted(k_sx), fmt=INDEX_FP4.quant, num=num)
-    return _scored(q_thx, k_sd, w_th, row_ts, order, num)
+    k_sd = dequantize(*_parted(k_sw), fmt=INDEX_FP4.quant, num=num)
+    return _scored(q_thw, k_sd, w_th, row_ts, order, num)
 
 
 def index_scores_paged(
-    q_thx: Tensor,
-    cache_pox: Tensor,
+    q_thw: Tensor,
+    cache_pow: Tensor,
     w_th: Tensor,
     table_tj: Tensor,
     length_t: Tensor,
@@ -186,7 +186,7 @@ def index_scores_paged(
     """The same scores with keys in a paged cache.
 
     Shapes:
-        cache_pox: uint8 [p, o, 68], pages of o entries, whose bytes are the codes of all entries and then their
+        cache_pow: uint8 [p, o, 68], pages of o entries, whose bytes are the codes of all entries and then their
         scales; table_tj: int32 [t, j], the pages of the token's sequence; returns [t, j * o], or [t, k * block_size]
         with blocks; the rest as `index_scores`.
 
@@ -197,8 +197,8 @@ def index_scores_paged(
         TypeError: records are not uint8, weights not floating, pages, lengths or blocks not int32.
         ValueError: shapes disagree, a record has not 68 bytes, or block_size is not positive.
     """
-    dims = _check_queries(q_thx, w_th, length_t)
-    _check("cache_pox", cache_pox, "pox", torch.uint8, dims)
+    dims = _check_queries(q_thw, w_th, length_t)
+    _check("cache_pow", cache_pow, "pow", torch.uint8, dims)
     _check("table_tj", table_tj, "tj", torch.int32, dims)
     p, o, j = dims["p"], dims["o"], dims["j"]
     entry_ts = _entries(length_t, blocks_tk, block_size, j * o)
@@ -207,16 +207,16 @@ def index_scores_paged(
     page_ts = table_tj.gather(1, (entry_ts // max(o, 1)).clamp(-1, j) % (j + 1))
     is_known_ts = (entry_ts >= 0) & (page_ts >= 0) & (page_ts < p)
     row_ts = torch.where(is_known_ts, page_ts * o + entry_ts % max(o, 1), -1)
-    page_px, data = cache_pox.flatten(1), o * INDEX_FP4.data_bytes
-    codes, sf = page_px[:, :data].reshape(p * o, -1), page_px[:, data:].reshape(p * o, -1)
+    page_pw, data = cache_pow.flatten(1), o * INDEX_FP4.data_bytes
+    codes, sf = page_pw[:, :data].reshape(p * o, -1), page_pw[:, data:].reshape(p * o, -1)
     k_sd = dequantize(codes, sf, fmt=INDEX_FP4.quant, num=num)
-    return _scored(q_thx, k_sd, w_th, row_ts, order, num)
+    return _scored(q_thw, k_sd, w_th, row_ts, order, num)
 
 
-def _scored(q_thx: Tensor, k_sd: Tensor, w_th: Tensor, row_ts: Tensor, order: ScoreOrder, num: Numerics) -> Tensor:
+def _scored(q_thw: Tensor, k_sd: Tensor, w_th: Tensor, row_ts: Tensor, order: ScoreOrder, num: Numerics) -> Tensor:
     """One query at a time against the rows of `k_sd` that it sees; a row outside is −inf and never read."""
-    t, h, _ = q_thx.shape
-    q_yd = dequantize(*_parted(q_thx.flatten(0, 1)), fmt=INDEX_FP4.quant, num=num)
+    t, h, _ = q_thw.shape
+    q_yd = dequantize(*_parted(q_thw.flatten(0, 1)), fmt=INDEX_FP4.quant, num=num)
     q_thd, w_th = q_yd.unflatten(0, (t, h)), num.wide(w_th)
     scores_ts = torch.full(row_ts.shape, -torch.inf, dtype=num.carrier, device=row_ts.device)
     weighted = WEIGHTED[order]
@@ -268,8 +268,8 @@ def _rotated_records(x_thd: Tensor, table_ir: Tensor, positions_t: Tensor, name:
     return torch.cat([codes, sf], dim=1).unflatten(0, x_thd.shape[:2])
 
 
-def _parted(records_yx: Tensor) -> tuple[Tensor, Tensor]:
-    return records_yx[:, : INDEX_FP4.data_bytes], records_yx[:, INDEX_FP4.data_bytes :]
+def _parted(records_yw: Tensor) -> tuple[Tensor, Tensor]:
+    return records_yw[:, : INDEX_FP4.data_bytes], records_yw[:, INDEX_FP4.data_bytes :]
 
 
 def _entries(length_t: Tensor, blocks_tk: Tensor | None, block_size: int, columns: int) -> Tensor:
@@ -284,9 +284,9 @@ def _entries(length_t: Tensor, blocks_tk: Tensor | None, block_size: int, column
     return torch.where((entry_ts >= 0) & (entry_ts < length_t[:, None]), entry_ts, -1)
 
 
-def _check_queries(q_thx: Tensor, w_th: Tensor, length_t: Tensor) -> dict[str, int]:
+def _check_queries(q_thw: Tensor, w_th: Tensor, length_t: Tensor) -> dict[str, int]:
     dims: dict[str, int] = {}
-    _check("q_thx", q_thx, "thx", torch.uint8, dims)
+    _check("q_thw", q_thw, "thw", torch.uint8, dims)
     expect_shape("w_th", w_th, "th", dims)
     expect_dtype("w_th", w_th, *FLOATING)
     _check("length_t", length_t, "t", torch.int32, dims)
@@ -296,5 +296,5 @@ def _check_queries(q_thx: Tensor, w_th: Tensor, length_t: Tensor) -> dict[str, i
 def _check(name: str, x: Tensor, letters: str, dtype: torch.dtype, dims: dict[str, int]) -> None:
     expect_shape(name, x, letters, dims)
     expect_dtype(name, x, dtype)
-    if letters.endswith("x") and x.shape[-1] != INDEX_FP4.record_bytes:
+    if letters.endswith("w") and x.shape[-1] != INDEX_FP4.record_bytes:
         raise ValueError(f"{name}: expected records of {INDEX_FP4.record_bytes} bytes, got {x.shape[-1]}")
