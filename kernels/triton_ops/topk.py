@@ -71,8 +71,8 @@ def _select(
     searched = tl.where(length > k, length, 0)
     low = tl.full([], -(2 ** (BITS - 1)), tl.int32)
     digit = tl.arange(0, 16)
-    for place in tl.static_range(BITS // 4):
-        shift: tl.constexpr = BITS - 4 - 4 * place
+    for place in range(0, BITS // 4):
+        shift = BITS - 4 - 4 * place
         reached = tl.zeros([16], tl.int32)
         for start in range(0, searched, BLOCK):
             column = start + item
@@ -290,6 +290,8 @@ def look_up(
     result_tk = output_buffer(out, (t, k), torch.int32, idx_tk)
     if not t * k:
         return result_tk
+    if not table_tj.numel():
+        return result_tk.fill_(-1)
     require_runnable(name, idx_tk)
     idx, table = idx_tk.contiguous(), table_tj.contiguous()
     launch = MapLaunch()

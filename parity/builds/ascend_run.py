@@ -365,8 +365,16 @@ def _serial_sum(case: Any) -> str | None:
     return None
 
 
-# cases that say nothing about the lowering, by operation
-DECLINES: dict[tuple[str, str], Callable[[Any], str | None]] = {("rms_norm", "rms_norm"): _serial_sum}
+def _scan(case: Any) -> str | None:
+    return "a prefix sum stays a call of the chip's library, which the CPU does not have"
+
+
+# cases that say nothing about the lowering, or have no form on the CPU, by operation
+DECLINES: dict[tuple[str, str], Callable[[Any], str | None]] = {
+    ("rms_norm", "rms_norm"): _serial_sum,
+    ("topk", "topk"): _scan,
+    ("topk", "candidate_blocks"): _scan,
+}
 
 
 def row(card: Card, op: Op, candidate: Candidate) -> Candidate | None:
