@@ -245,3 +245,11 @@ class SlidingWindow:
             raise ValueError(f"ring: expected at least the window of {self.window}, got {self.ring}")
         if self.truncation is not Truncation.OFF and self.keep < self.ring:
             raise ValueError(f"keep: expected at least the ring of {self.ring}, got {self.keep}")
+
+
+class ScoreOrder(enum.Enum):
+    """How index scores are rounded and in which order heads are added; published implementations disagree."""
+
+    FP32 = "fp32"  # dot products and their weighted sum in fp32, fp32 scores: the quality oracle
+    BF16_RELEASE = "bf16_release"  # dot product, weighted product and sum each rounded to bf16: DeepSeek release code
+    BF16_CHAINS = "bf16_chains"  # four chains of bf16 fma, heads c, c + 4, c + 8, ... each: DeepGEMM on SM100

@@ -29,14 +29,14 @@ from .. import draws
 from ..builds.ascend_presets import VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..floats import poison_
 from ..relations import CallFn, Context, Variant, batch_invariant, row_chunks, take
 from ..rules import Bitwise, Judgement, Oracles, worst_at
 from .quant import DIRECTED
 from .rope import CONFIGS, FAR
 
-MUTANTS = "deeptwin.parity.mutants.kv_cache"
+_mutant, _control = variants("kv_cache")
 U = 2.0**-20  # relative error of an honest fp32 norm before its first rounding, with room
 FORMATS = {fmt.name: fmt for fmt in (KV_FP8, KV_FP4, INDEX_FP4)}
 BAD_SLOTS = (-1, -2, -(2**31), 2**31 - 1)  # and those just beyond the cache
@@ -635,14 +635,6 @@ def facts() -> dict[str, str]:
     kept = sum(piece.size for piece in rings[: plan.encoder_layers])
     found["state of a sequence"] = f"{cache_plan.state_bytes(plan)} bytes, {kept} of them outlive a request"
     return found
-
-
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
 STORE_MUTANTS = (

@@ -16,11 +16,11 @@ from deeptwin.reference.config import SlidingWindow, Truncation
 from ..builds.ascend_presets import VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Relation
+from ..card import Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Relation, variants
 from ..relations import Context, Variant, row_chunks
 from ..rules import Bitwise
 
-MUTANTS = "deeptwin.parity.mutants.window"
+_mutant, _control = variants("window")
 # first position and number of tokens of a chunk, and tokens known beyond its end, in multiples of the ring R and one by
 # one around its edges: chunks that start at 0, end at a ring's edge, wrap once and twice, and sit before the kept rows
 CHUNKS = (
@@ -306,14 +306,6 @@ def golden(*, draft: int = 0) -> Callable[[], list[WindowCase]]:
     if not draft:
         found += [replace(base, truncation=t, keep=8, beyond=1) for t in ("mask", "compact")]
     return lambda: found
-
-
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
 QUERY_ROWS = {"positions_t": 0, "seq_t": 0}
