@@ -360,9 +360,9 @@ class LoweredRunner(Runner):
 
 
 def row(candidate: Candidate) -> Candidate | None:
-    """The lowered row beside a row of the card, or None if that is no function of `optimized/`."""
+    """The lowered row beside a row of the card, or None if that is no function of `optimized/` or for one chip only."""
     module, _, function = candidate.function.partition(":")
-    if not module.startswith(OPTIMIZED):
+    if not module.startswith(OPTIMIZED) or not {"sm90", "sm100"} <= set(candidate.archs):
         return None
     return replace(
         candidate,

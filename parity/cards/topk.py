@@ -110,8 +110,10 @@ def _draw_map(case: MapCase, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     bad = rng.random(idx.shape) < 0.3
     nasty = [*draws.BAD_INDICES, entries, entries + 10**6]
     idx = np.where(bad, rng.choice(nasty, idx.shape), idx)
-    table = np.stack([rng.permutation(4 * case.places)[: case.places] for _ in range(case.tokens)] or [[]])
-    table = np.where(rng.random(table.shape) < 0.2, -1, table).reshape(case.tokens, case.places)
+    table = np.zeros((case.tokens, case.places), dtype=np.int64)
+    for row in table:
+        row[:] = rng.permutation(4 * case.places)[: case.places]
+    table = np.where(rng.random(table.shape) < 0.2, -1, table)
     return torch.from_numpy(idx.astype(np.int32)), torch.from_numpy(table.astype(np.int32))
 
 
@@ -224,7 +226,7 @@ def short(case: SelectCase | MapCase) -> bool:
     return case.regime in ("relu", "masked", "file") and case.columns <= 100 and case.tokens <= 3
 
 
-def prefix_sum(case: Any) -> str | None:
+def prefix_sum(case: object) -> str | None:
     """No case of these runs lowered on a CPU."""
     return "a prefix sum stays a call of the chip's library, which the CPU does not have"
 
