@@ -66,9 +66,7 @@ FP8_1X128_UE8M0 = QuantFormat(
 FP8_128X128 = QuantFormat(
     name="fp8_128x128", rows=128, group=128, code=CodeKind.E4M3, scale=ScaleKind.F32, amax_floor=1e-4
 )
-FP8_32X32 = QuantFormat(
-    name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4
-)
+FP8_32X32 = QuantFormat(name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
 MXFP4 = QuantFormat(name="mxfp4", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
 
 QUANT_FORMATS = {f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, FP8_32X32, MXFP4)}
@@ -198,3 +196,34 @@ class MlaConfig:
     def latent_dim(self) -> int:
         """Width of a cached row: the key/value latent and the rotary key."""
         return self.kv_lora_rank + self.rope.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class MhcConfig:
+    """Residual streams and how they are mixed; a site has (2 + streams) * streams mixing coefficients."""
+
+    streams: int
+    sinkhorn_iters: int  # column steps; the softmax counts as the first row step
+    eps: float  # added to pre, to every softmax entry and to every Sinkhorn sum
+    norm_eps: float  # of the norm over all streams of a token
+    post_scale: float
+    shifted: bool  # V4.1: a sub-layer reads the stream with the `pre` of the one before it; V4: with its own
+
+    def __post_init__(self) -> None:
+        for name in ("streams", "sinkhorn_iters"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("eps", "post_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)}")
+        if not self.norm_eps >= 2.0**-126:
+            raise ValueError(f"norm_eps: expected a normal fp32 number, at least 2^-126, got {self.norm_eps}")
+
+    @property
+    def coefficients(self) -> int:
+        """Mixing coefficients of one site: streams to read, streams to write, and their square between streams."""
+        return (2 + self.streams) * self.streams
+
+
+MHC_V41 = MhcConfig(streams=4, sinkhorn_iters=20, eps=1e-6, norm_eps=1e-20, post_scale=2.0, shifted=True)
+MHC_V4 = MhcConfig(streams=4, sinkhorn_iters=20, eps=1e-6, norm_eps=1e-6, post_scale=2.0, shifted=False)
