@@ -109,7 +109,6 @@ def mhc_sinkhorn(logits_tnn: Tensor, *, iters: int, eps: float, num: Numerics = 
 
     Edges:
         columns end at S / (S + eps), rows only near one: on peaked logits they are still up to 8 % off after 20 steps.
-        iters = 1 is the softmax and one column step.
 
     Raises:
         ValueError: the matrices are not square; iters is below 1; eps is not positive.
