@@ -52,13 +52,26 @@ TOKENS = 32  # tokens whose coefficients one program computes, one a thread; it 
 
 
 @triton.jit
-def _expand(x_ptr, stream_ptr, width, stride_xt, stride_xm, STREAMS: tl.constexpr, COLUMNS: tl.constexpr):
+def _expand(
+    x_ptr,
+    stream_ptr,
+    pre_ptr,
+    width,
+    stride_xt,
+    stride_xm,
+    STREAMS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
     mask = column < width
     x = tl.load(x_ptr + token * stride_xt + column * stride_xm, mask=mask, other=0.0)
     for n in tl.static_range(STREAMS):
         tl.store(stream_ptr + (token * STREAMS + n) * width + column, x, mask=mask)
+    copy = tl.arange(0, BLOCK_N).to(tl.int64)
+    first = tl.where(copy == 0, 1.0, 0.0)
+    tl.store(pre_ptr + token * STREAMS + copy, first, mask=(copy < STREAMS) & (tl.program_id(1) == 0))
 
 
 @triton.jit
@@ -265,7 +278,7 @@ def _update_and_project(
         r2 = tl.load(at + 2 * stride_sn, mask=mask, other=0.0).to(tl.float32)
         r3 = tl.load(at + 3 * stride_sn, mask=mask, other=0.0).to(tl.float32)
         read = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        for o in tl.static_range(4):
+        for o in range(4):
             # 2. a new stream, rounded; everything after reads the rounded value
             post = _coefficient(post_ptr, token, live, stride_pt, o * stride_pn)
             c0 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co)
@@ -455,13 +468,21 @@ def mhc_expand(
     t, m = x_tm.shape
     stream_out, pre_out = out or (None, None)
     stream_tnm = output_buffer(stream_out, (t, streams, m), x_tm.dtype, x_tm)
-    pre_tn = output_buffer(pre_out, (t, streams), torch.float32, x_tm).zero_()
-    pre_tn[:, 0] = 1
+    pre_tn = output_buffer(pre_out, (t, streams), torch.float32, x_tm)
     if not x_tm.numel():
         return stream_tnm, pre_tn
     require_runnable("x_tm", x_tm)
-    grid = (t, triton.cdiv(m, COLUMNS))
-    _expand[grid](x_tm, stream_tnm, m, *x_tm.stride(), STREAMS=streams, COLUMNS=COLUMNS, num_warps=4)
+    _expand[(t, triton.cdiv(m, COLUMNS))](
+        x_tm,
+        stream_tnm,
+        pre_tn,
+        m,
+        *x_tm.stride(),
+        STREAMS=streams,
+        BLOCK_N=triton.next_power_of_2(streams),
+        COLUMNS=COLUMNS,
+        num_warps=4,
+    )
     return stream_tnm, pre_tn
 
 
@@ -607,10 +628,10 @@ def mhc_boundary(
         RuntimeError: stream_tnm is on the CPU and kernels are not interpreted.
     """
     t, n, m = stream_tnm.shape
-    stream_out, x_out, *rest = out or (None, None, None)
+    stream_out, x_out = out[:2] if out else (None, None)
     new_tnm = output_buffer(stream_out, (t, n, m), torch.bfloat16, stream_tnm)
     x_tm = output_buffer(x_out, (t, m), torch.bfloat16, stream_tnm)
-    results = _coefficient_buffers(tuple(rest) if out else None, stream_tnm)
+    results = _coefficient_buffers(out[2:] if out else None, stream_tnm)
     if not stream_tnm.numel():
         return (new_tnm, x_tm, *results)
     require_runnable("stream_tnm", stream_tnm)
@@ -642,7 +663,7 @@ def mhc_boundary(
         BLOCK_T=launch.tokens,
         BLOCK_M=launch.channels,
         BLOCK_W=_weight_tile(weights),
-        num_warps=launch.num_warps,
+        num_warps=2 * launch.num_warps,  # five wide tiles are alive beside those of the projection
     )
     _gate(partial, scale_z, base_w, results, m, gates)
     if pre_tn is None:
