@@ -639,6 +639,26 @@ def _write_builds(outcomes: list[Outcome], archs: list[str], json_path: Path | N
 
 
 @app.command()
+def account(
+    model: Annotated[str, typer.Argument(help="A released model, for example v41-flash or v41_flash.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show what a model weighs, term by term: parameters, formats, bytes, and what one token uses.
+
+    Example: `deeptwin account v41-flash`
+    """
+    from deeptwin.reference.presets import PRESETS, preset
+
+    from . import accounts
+
+    config = preset(_choose("model", model.replace("-", "_"), list(PRESETS), f"One of {', '.join(PRESETS)}."))
+    if as_json:
+        console.print_json(json.dumps(accounts.to_json(config)))
+        return
+    accounts.show(console, config)
+
+
+@app.command()
 def demo() -> None:
     """The main job in two minutes: shipped kernels, somebody else's attention on real text, and a wrong kernel.
 

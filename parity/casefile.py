@@ -128,6 +128,8 @@ def _encode(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {"dtype_value": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(f"{name}.{i}", part, tensors) for i, part in enumerate(value)]}
     raise TypeError(f"{name}: cannot be written to a case file: {type(value).__name__}")
 
 
@@ -139,6 +141,8 @@ def _decode(value: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
         return _named(value["enum"])[value["name"]]
     if "dataclass" in value:
         return _named(value["dataclass"])(**{k: _decode(v, tensors) for k, v in value["fields"].items()})
+    if "tuple" in value:
+        return tuple(_decode(part, tensors) for part in value["tuple"])
     if "dtype_value" in value:
         return getattr(torch, value["dtype_value"].removeprefix("torch."))
     return value["value"]

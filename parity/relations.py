@@ -236,6 +236,8 @@ VARIANTS: dict[str, Callable[[Inputs, Context], Iterator[Variant]]] = {
     "causality": _hooked,
     "masked_equals_absent": _hooked,
     "head_permutation": _hooked,
+    "stream_permutation": _hooked,
+    "scale_equivariance": _hooked,
 }
 
 
@@ -268,6 +270,8 @@ def layout_round_trip(call: CallFn, inputs: Inputs, context: Context) -> Finding
 CHECKS: dict[str, Callable[[CallFn, Inputs, Context], Finding]] = {
     "changed_slots": changed_slots,
     "layout_round_trip": layout_round_trip,
+    # what a fused operation stored, its partner makes of the stored part: the hook is of the same kind
+    "fused_equals_steps": layout_round_trip,
 }
 
 

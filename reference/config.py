@@ -258,3 +258,32 @@ class ScoreOrder(enum.Enum):
     FP32 = "fp32"  # dot products and their weighted sum in fp32, fp32 scores: the quality oracle
     BF16_RELEASE = "bf16_release"  # dot product, weighted product and sum each rounded to bf16: DeepSeek release code
     BF16_CHAINS = "bf16_chains"  # four chains of bf16 fma, heads c, c + 4, c + 8, ... each: DeepGEMM on SM100
+@dataclass(frozen=True, kw_only=True)
+class MhcConfig:
+    """Residual streams and how they are mixed; a site has (2 + streams) * streams mixing coefficients."""
+
+    streams: int
+    sinkhorn_iters: int  # column steps; the softmax counts as the first row step
+    eps: float  # added to pre, to every softmax entry and to every Sinkhorn sum
+    norm_eps: float  # of the norm over all streams of a token
+    post_scale: float
+    shifted: bool  # V4.1: a sub-layer reads the stream with the `pre` of the one before it; V4: with its own
+
+    def __post_init__(self) -> None:
+        for name in ("streams", "sinkhorn_iters"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("eps", "post_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)}")
+        if not self.norm_eps >= 2.0**-126:
+            raise ValueError(f"norm_eps: expected a normal fp32 number, at least 2^-126, got {self.norm_eps}")
+
+    @property
+    def coefficients(self) -> int:
+        """Mixing coefficients of one site: streams to read, streams to write, and their square between streams."""
+        return (2 + self.streams) * self.streams
+
+
+MHC_V41 = MhcConfig(streams=4, sinkhorn_iters=20, eps=1e-6, norm_eps=1e-20, post_scale=2.0, shifted=True)
+MHC_V4 = MhcConfig(streams=4, sinkhorn_iters=20, eps=1e-6, norm_eps=1e-6, post_scale=2.0, shifted=False)

@@ -6,13 +6,13 @@ Nothing here computes: tensors are taken and viewed in the shapes of the formula
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .checks import expect_shape
-from .config import MlaConfig
+from .checks import expect_dtype, expect_shape
+from .config import MhcConfig, MlaConfig
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,4 +76,64 @@ class Latents:
         return Latents(
             rows_sd=torch.cat([self.rows_sd, later.rows_sd]),
             positions_s=torch.cat([self.positions_s, later.positions_s]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MhcSite:
+    """Weights of one mixing site, or of a head: w coefficients from the x = n * m values of a token's streams."""
+
+    fn_wx: Tensor  # the weight of the norm is folded into its columns
+    scale_z: Tensor  # one factor for pre, post and comb each; a head has one
+    base_w: Tensor
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor], *, prefix: str, config: MhcConfig) -> MhcSite:
+        """Take the tensors `prefix + "fn"`, `"scale"` and `"base"` (prefix `layers.3.hc_attn_` and the like).
+
+        Raises:
+            ValueError: a name is missing, a shape is not the one of `config`, or a norm weight is not folded in.
+            TypeError: a tensor is not float32: these are stored unrounded.
+        """
+        if prefix + "norm.weight" in state:
+            raise ValueError(f"state: expected no {prefix}norm.weight, its values belong into the columns of fn")
+        found = {}
+        for name in ("fn", "scale", "base"):
+            if prefix + name not in state:
+                raise ValueError(f"state: expected {prefix + name}, got only {sorted(state)[:4]} ...")
+            found[name] = state[prefix + name]
+            expect_dtype(prefix + name, found[name], torch.float32)
+        dims = {"w": config.coefficients, "z": 3}
+        expect_shape("state", found["fn"], "wx", dims)
+        expect_shape("state", found["scale"], "z", dims)
+        expect_shape("state", found["base"], "w", dims)
+        return cls(fn_wx=found["fn"], scale_z=found["scale"], base_w=found["base"])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MhcCarry:
+    """What passes from one sub-layer to the next; while `y_tm` waits, the stream is the one before its update."""
+
+    stream_tnm: Tensor
+    pre_tn: Tensor | None  # None: every sub-layer reads with its own
+    post_tn: Tensor | None = None
+    comb_tnn: Tensor | None = None
+    y_tm: Tensor | None = None
+
+    def left(self, y_tm: Tensor) -> MhcCarry:
+        """With the output of the sub-layer that was entered, still to be added to the stream.
+
+        Raises:
+            ValueError: no sub-layer was entered, or its output is already there.
+        """
+        if self.post_tn is None or self.y_tm is not None:
+            raise ValueError("carry: expected an entered sub-layer without output, got none or one with output")
+        return replace(self, y_tm=y_tm)
+
+    def rows(self, index_t: Tensor) -> MhcCarry:
+        """Only the named tokens: every field is per token, so this commutes with all that is done to a carry."""
+        parts = (self.pre_tn, self.post_tn, self.comb_tnn, self.y_tm)
+        pre_tn, post_tn, comb_tnn, y_tm = (None if part is None else part[index_t] for part in parts)
+        return MhcCarry(
+            stream_tnm=self.stream_tnm[index_t], pre_tn=pre_tn, post_tn=post_tn, comb_tnn=comb_tnn, y_tm=y_tm
         )
