@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .checks import expect_shape
-from .config import MlaConfig
+from .config import EngramConfig, MlaConfig
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,4 +76,40 @@ class Latents:
         return Latents(
             rows_sd=torch.cat([self.rows_sd, later.rows_sd]),
             positions_s=torch.cat([self.positions_s, later.positions_s]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngramWeights:
+    """Weights of one n-gram memory but its table, as the checkpoint stores them.
+
+    The projection has one UE8M0 byte for each 32 x 32 tile; `j` counts the keys of the streams and the value.
+    """
+
+    wkv_um: Tensor  # float8_e4m3fn; rows: the keys of stream 0, 1, …, then the value
+    wkv_sf_ig: Tensor  # uint8
+    q_weight_nm: Tensor
+    k_weight_nm: Tensor
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor], *, prefix: str, config: EngramConfig) -> EngramWeights:
+        """Take the tensors named `prefix + "wkv.weight"` and so on, for example with prefix `layers.1.engram.`.
+
+        Raises:
+            ValueError: a name is missing, or a shape is not the one of `config`.
+        """
+        outputs, inputs = (config.streams + 1) * config.hidden, config.embed_dim
+
+        def take(name: str, *shape: int) -> Tensor:
+            if prefix + name not in state:
+                raise ValueError(f"state: expected {prefix + name}, got only {sorted(state)[:4]} ...")
+            if state[prefix + name].shape != shape:
+                raise ValueError(f"state: expected {prefix + name} {shape}, got {tuple(state[prefix + name].shape)}")
+            return state[prefix + name]
+
+        return cls(
+            wkv_um=take("wkv.weight", outputs, inputs),
+            wkv_sf_ig=take("wkv.scale", -(-outputs // 32), inputs // 32).view(torch.uint8),
+            q_weight_nm=take("q_weight", config.streams, config.hidden),
+            k_weight_nm=take("k_weight", config.streams, config.hidden),
         )
