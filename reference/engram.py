@@ -215,7 +215,7 @@ def engram_gate(
 
     Edges:
         the streams of an image token come back bit for bit, its keys and value may be NaN. d = 0 gives the gate
-        0.50025, -0 gives 0.49975. A sum of squares that overflows fp32 makes d zero, except under SEMANTIC.
+        0.50025, -0 gives 0.49975. Where squares overflow fp32 d is 0, or NaN if its own sum does (not in SEMANTIC).
 
     Raises:
         TypeError: image_t is not bool, or another tensor is not floating.

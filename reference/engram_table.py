@@ -32,7 +32,7 @@ VERSION = 1
 HEADER_BYTES = 4096
 FIELDS = struct.Struct("<8sIIQI32s32s")
 GROUP = 32
-BLOCK_ROWS = 8192  # rows copied before pages are given back: at most two pages each
+BLOCK_ROWS = 512  # rows copied before pages are given back; a fault may map 16 pages around the one it needs
 
 
 @dataclass(frozen=True, kw_only=True)
