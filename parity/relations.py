@@ -126,8 +126,8 @@ def _select(x: Tensor, axis: int, index: Tensor) -> Tensor:
 
 
 def num_rows(inputs: Inputs, op: Op) -> int:
-    """Size of the batch axis."""
-    return next(inputs[name].shape[axis] for name, axis in op.rows.items() if inputs[name] is not None)
+    """Size of the batch axis; 0 for an operation without one, whose card brings its own variants."""
+    return next((inputs[name].shape[axis] for name, axis in op.rows.items() if inputs[name] is not None), 0)
 
 
 def row_bytes(inputs: Inputs, op: Op) -> int:
@@ -144,7 +144,11 @@ def _garbage(inputs: Inputs, op: Op, keep: int) -> Inputs:
             continue
         spoiled[name] = value.clone()
         mates = [i for i in range(value.shape[axis]) if i != keep]
-        spoiled[name].index_fill_(axis, torch.tensor(mates, dtype=torch.int64), float("nan"))
+        rows = torch.tensor(mates, dtype=torch.int64)
+        if value.element_size() == 1:  # no fp8 tensor can be filled on a CPU; byte 0xFF is its NaN
+            spoiled[name].view(torch.uint8).index_fill_(axis, rows, 0xFF)
+        else:
+            spoiled[name].index_fill_(axis, rows, float("nan"))
     return spoiled
 
 

