@@ -169,6 +169,8 @@ def cases(full: bool) -> list[WindowCase]:
     found += [
         replace(base, truncation=t, keep=k, beyond=e) for t, k, e in product(("mask", "compact"), (7, 11), (0, 2))
     ]
+    # prompts that are known far beyond the chunk: whole chunks lie before the kept rows
+    found += [replace(base, truncation=t, keep=7, beyond=20) for t in ("mask", "compact")]
     found += [replace(base, truncation="mask", keep=8, restart=True), replace(base, seqs=1, padding=0)]
     found += [
         replace(base, window=5, spare=1, seqs=3),
