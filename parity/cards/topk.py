@@ -110,8 +110,8 @@ def _draw_map(case: MapCase, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     bad = rng.random(idx.shape) < 0.3
     nasty = [*draws.BAD_INDICES, entries, entries + 10**6]
     idx = np.where(bad, rng.choice(nasty, idx.shape), idx)
-    table = np.stack([rng.permutation(4 * case.places)[: case.places] for _ in range(case.tokens)] or [[]])
-    table = np.where(rng.random(table.shape) < 0.2, -1, table).reshape(case.tokens, case.places)
+    table = rng.permuted(np.tile(np.arange(4 * case.places), (case.tokens, 1)), axis=1)[:, : case.places]
+    table = np.where(rng.random(table.shape) < 0.2, -1, table)
     return torch.from_numpy(idx.astype(np.int32)), torch.from_numpy(table.astype(np.int32))
 
 
