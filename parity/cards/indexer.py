@@ -721,7 +721,7 @@ SCORER = Peer(
     name="transformers-scorer",
     function="deeptwin.parity.peers.indexer:v4_scorer",
     needs=("transformers",),
-    explains="transformers 5.24.0, DeepseekV4IndexerScorer in fp32, whose factors channels^-0.5 and heads^-0.5 are each "
+    explains="transformers 5.24.0, DeepseekV4IndexerScorer in fp32: its factors channels^-0.5 and heads^-0.5 are each "
     "rounded; together they are a power of two for 2, 8 and 32 heads",
     rules={"scores_ts": Close(rtol=1e-6)},
     only=lambda case: case.heads in (2, 8, 32) and case.tokens > 0 and case.regime not in ("nankey",),

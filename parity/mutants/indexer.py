@@ -82,7 +82,7 @@ def _records(faults: RecordFaults, x: Tensor) -> Tensor:
     if faults.stages == 2:
         values = (E2M1[codes].double() * torch.sign(ratio.flatten(1))).unflatten(1, (4, 32))
         again = values * torch.exp2(byte.double() - 127)[..., None]
-        return _records(replace(faults, stages=1), again)
+        return _records(replace(faults, stages=1), again.flatten(1))
     codes = (codes + 8 * torch.signbit(ratio.flatten(1))).to(torch.uint8)
     even, odd = codes[:, 0::2], codes[:, 1::2]
     packed = even | odd << 4 if faults.nibble == "low_first" else odd | even << 4
