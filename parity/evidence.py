@@ -105,6 +105,21 @@ KINDS = {
     "scales": Kind(
         component="rms_norm", op="rms_norm_quant", output="sf", cases=_default_cases("rms_norm", "rms_norm_quant")
     ),
+    "fp32-index-scores": Kind(
+        component="indexer",
+        op="index_scores_fp32",
+        output="scores_ts",
+        cases=_default_cases("indexer", "index_scores_fp32"),
+    ),
+    "release-index-scores": Kind(
+        component="indexer",
+        op="index_scores_release",
+        output="scores_ts",
+        cases=_default_cases("indexer", "index_scores_release"),
+    ),
+    "bf16-index-weights": Kind(
+        component="indexer", op="index_weights", output="w_th", cases=_default_cases("indexer", "index_weights")
+    ),
 }
 
 

@@ -110,9 +110,7 @@ def _draw_map(case: MapCase, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     bad = rng.random(idx.shape) < 0.3
     nasty = [*draws.BAD_INDICES, entries, entries + 10**6]
     idx = np.where(bad, rng.choice(nasty, idx.shape), idx)
-    table = np.zeros((case.tokens, case.places), dtype=np.int64)
-    for row in table:
-        row[:] = rng.permutation(4 * case.places)[: case.places]
+    table = rng.permuted(np.tile(np.arange(4 * case.places), (case.tokens, 1)), axis=1)[:, : case.places]
     table = np.where(rng.random(table.shape) < 0.2, -1, table)
     return torch.from_numpy(idx.astype(np.int32)), torch.from_numpy(table.astype(np.int32))
 
