@@ -371,6 +371,15 @@ F32_ATTENTION = Budget(
 
 ATTENTION = {torch.bfloat16: Budget(), torch.float32: F32_ATTENTION}
 
+# attention whose weights are bf16 although the output is fp32: judged in units of bf16, as if it were stored so. Its own
+# unit would compare the rounding of a few weights with another draw of the same few (right variants: 1.18 of the row)
+TWO_CACHES = {
+    torch.bfloat16: Budget(),
+    torch.float32: Budget(
+        kind="two caches, fp32 output", floor=0.25 * 2**16, element_slack=2.0 * 2**16, bias=0.1 * 2**16
+    ),
+}
+
 # whole MLA blocks: five roundings in a row, in other places in the naive and the absorbed form. Measured on fp32 torch
 # with every stored value rounded (keys in order, and in blocks of 16 taken backwards): 50 seeds (5 at V3 head widths),
 # 36 cases (1 to 72 tokens with and without a past, four regimes, text), each form judged by its own oracle and by that

@@ -198,3 +198,19 @@ class MlaConfig:
     def latent_dim(self) -> int:
         """Width of a cached row: the key/value latent and the rotary key."""
         return self.kv_lora_rank + self.rope.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoCaches:
+    """The records that one softmax reads: those of the sliding window and those of the compressed main cache."""
+
+    window: RecordFormat
+    main: RecordFormat
+    layout: PageLayout  # of both: no kernel reads a mixture
+    scale: float  # factor of the scores
+
+    def __post_init__(self) -> None:
+        if self.window.channels != self.main.channels:
+            raise ValueError(f"main: expected {self.window.channels} channels, got {self.main.channels}")
+        if not self.scale > 0:
+            raise ValueError(f"scale: expected a positive number, got {self.scale}")
