@@ -371,8 +371,8 @@ F32_ATTENTION = Budget(
 
 ATTENTION = {torch.bfloat16: Budget(), torch.float32: F32_ATTENTION}
 
-# attention whose weights are bf16 although the output is fp32: judged in units of bf16, as if it were stored so. Its own
-# unit would compare the rounding of a few weights with another draw of the same few (right variants: 1.18 of the row)
+# attention whose weights are bf16 although the output is fp32: judged in units of bf16, as if it were stored so. Its
+# own unit would compare the rounding of a few weights with another draw of the same few (right variants: 1.18 of the row)
 TWO_CACHES = {
     torch.bfloat16: Budget(),
     torch.float32: Budget(
