@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .config import RECORD_FORMATS, RecordFormat
+
 
 def expect_shape(name: str, x: torch.Tensor, letters: str, dims: dict[str, int]) -> None:
     """Bind each letter of `letters` to a size of `x`; raise ValueError if a bound letter disagrees."""
@@ -46,3 +48,24 @@ def expect_in_range(name: str, x: torch.Tensor, low: int, high: int) -> None:
     if bad.any():
         where = tuple(int(i) for i in bad.nonzero()[0])
         raise ValueError(f"{name}: expected values in [{low}, {high}), got {x[where].item()} at {where}")
+
+
+def expect_records(name: str, cache_pow: torch.Tensor, dims: dict[str, int]) -> RecordFormat:
+    """The format of a paged cache of records, uint8 [p, o, w]: w bytes a record, pages without gaps inside.
+
+    Raises:
+        TypeError: the cache is not uint8.
+        ValueError: no format has records of w bytes, or the o * w bytes of a page do not follow one another.
+    """
+    expect_dtype(name, cache_pow, torch.uint8)
+    expect_shape(name, cache_pow, "pow", dims)
+    num_slots, width = cache_pow.shape[1:]
+    if width not in RECORD_FORMATS:
+        known = ", ".join(f"{size} ({fmt.name})" for size, fmt in RECORD_FORMATS.items())
+        raise ValueError(f"{name}: expected records of {known} bytes, got {width} in shape {tuple(cache_pow.shape)}")
+    page, slot, byte = cache_pow.stride()
+    if byte != 1 or (num_slots > 1 and slot != width) or (cache_pow.shape[0] > 1 and page < num_slots * width):
+        raise ValueError(
+            f"{name}: expected pages of {num_slots * width} bytes in a row, got strides {cache_pow.stride()}"
+        )
+    return RECORD_FORMATS[width]

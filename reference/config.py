@@ -66,9 +66,7 @@ FP8_1X128_UE8M0 = QuantFormat(
 FP8_128X128 = QuantFormat(
     name="fp8_128x128", rows=128, group=128, code=CodeKind.E4M3, scale=ScaleKind.F32, amax_floor=1e-4
 )
-FP8_32X32 = QuantFormat(
-    name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4
-)
+FP8_32X32 = QuantFormat(name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
 MXFP4 = QuantFormat(name="mxfp4", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
 
 QUANT_FORMATS = {f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, FP8_32X32, MXFP4)}
@@ -107,6 +105,7 @@ class RecordFormat:
 KV_FP8 = RecordFormat(name="kv_fp8", channels=512, quant=Q8)  # 528 bytes: sliding window, optional main cache
 KV_FP4 = RecordFormat(name="kv_fp4", channels=512, quant=Q4K)  # 288 bytes: compressed main cache of V4.1
 INDEX_FP4 = RecordFormat(name="index_fp4", channels=128, quant=Q4I)  # 68 bytes: index keys of V4.1
+RECORD_FORMATS = {f.record_bytes: f for f in (KV_FP8, KV_FP4, INDEX_FP4)}  # the width of a record names its format
 
 
 class Pairing(enum.Enum):
@@ -214,3 +213,51 @@ class TwoCaches:
             raise ValueError(f"main: expected {self.window.channels} channels, got {self.main.channels}")
         if not self.scale > 0:
             raise ValueError(f"scale: expected a positive number, got {self.scale}")
+
+
+class RecordTap(enum.Enum):
+    """Which rows the fused store hands out beside the bytes that it stores."""
+
+    NONE = "none"
+    NORM = "norm"  # normalised, before RoPE: what index keys are made from
+    ROPE = "rope"  # rotated, before the quantiser
+    CAST_BACK = "cast_back"  # the values that the stored bytes stand for: what a prefill chunk attends to
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedStore:
+    """How norm, RoPE, quantiser and store in one launch normalise, address and tap."""
+
+    eps: float
+    layout: PageLayout
+    tap: RecordTap
+
+    def __post_init__(self) -> None:
+        if not self.eps > 0:
+            raise ValueError(f"eps: expected a positive number, got {self.eps}")
+
+
+class Truncation(enum.Enum):
+    """How decoder layers treat the rows of a prompt before its last `keep` tokens."""
+
+    OFF = "off"  # encoder layers, and exact prefill
+    MASK = "mask"  # all rows are computed, none looks below the kept ones
+    COMPACT = "compact"  # only kept rows are computed and stored, at least one of every chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindow:
+    """Sizes of a sliding window kept in a ring, and its truncation."""
+
+    window: int  # keys that a query sees, its own among them
+    ring: int  # rows of the ring: the window and the tokens that may be taken back
+    truncation: Truncation = Truncation.OFF
+    keep: int = 0  # tokens at the end of a prompt that truncation keeps
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window: expected at least 1, got {self.window}")
+        if self.ring < self.window:
+            raise ValueError(f"ring: expected at least the window of {self.window}, got {self.ring}")
+        if self.truncation is not Truncation.OFF and self.keep < self.ring:
+            raise ValueError(f"keep: expected at least the ring of {self.ring}, got {self.keep}")
