@@ -261,3 +261,36 @@ class SlidingWindow:
             raise ValueError(f"ring: expected at least the window of {self.window}, got {self.ring}")
         if self.truncation is not Truncation.OFF and self.keep < self.ring:
             raise ValueError(f"keep: expected at least the ring of {self.ring}, got {self.keep}")
+
+
+class CompressorConfig:
+    """How tokens are pooled: `ratio` tokens to an entry, with `overlap` also those of the group before."""
+
+    ratio: int
+    overlap: bool = False  # a token then has two series of channels: one for the next group, one for its own
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1:
+            raise ValueError(f"ratio: expected at least 1, got {self.ratio}")
+        if self.overlap and self.ratio == 1:
+            raise ValueError("overlap: expected False with ratio 1, got True")
+
+    @property
+    def series(self) -> int:
+        """Gate and value rows are this many times as wide as an entry."""
+        return 2 if self.overlap else 1
+
+    @property
+    def span(self) -> int:
+        """Tokens that an entry is pooled from."""
+        return self.ratio * self.series
+
+    def ring(self, backtrack: int) -> int:
+        """Tokens that the state keeps when up to `backtrack` tokens may be run again."""
+        return self.span + max(0, backtrack - 1)
+
+
+C1 = CompressorConfig(ratio=1)  # V4.1, decoder: no gate, no state
+C2 = CompressorConfig(ratio=2)  # V4.1, encoder
+CSA4 = CompressorConfig(ratio=4, overlap=True)  # V4
+HCA128 = CompressorConfig(ratio=128)  # V4
