@@ -314,25 +314,34 @@ class Codes:
 class TopK:
     """R9: a selection of k indices per row, judged on the contract's scores.
 
-    `scores` names the argument that holds the scores [rows, s]; NaN scores are never selected. With
-    `ties="lower"` equal scores at the k-th place go to the lower index (−0 = +0); with `ties="any"` any of them.
+    `scores` names the argument that holds the scores [rows, s], and `lengths` the one that says how many of a row count;
+    NaN and −inf are never selected. With `ties="lower"` equal scores at the k-th place go to the lower index (−0 = +0);
+    with `ties="any"` any of them. `crossing` is how far, absolute and of the largest score, a score left out may exceed
+    a chosen one: nothing where the scores are the operation's own input. With `ascending` the indices come in that
+    order, −1 behind them.
     """
 
     scores: str
     ties: str = "lower"
+    lengths: str | None = None
+    crossing: float = 1e-5
+    ascending: bool = False
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
         """Valid range, unique, count = min(k, valid), no crossing above the tolerance, then the tie rule."""
         scores = oracles.arguments[self.scores].to(torch.float64)
+        if self.lengths is not None:
+            beyond = torch.arange(scores.shape[1]) >= oracles.arguments[self.lengths][:, None]
+            scores = scores.masked_fill(beyond, torch.nan)
         for row in range(got.shape[0]):
-            problem = self._row_problem(got[row], oracles.contract[row], scores[row])
+            problem = self._row_problem(got[row], scores[row])
             if problem:
                 expected = oracles.contract[row].tolist()
                 worst = Worst(index=(row,), got=str(got[row].tolist()), expected=str(expected))
                 return Judgement(ok=False, used=float("inf"), message=f"row {row}: {problem}", worst=worst)
         return Judgement(ok=True, used=0.0)
 
-    def _row_problem(self, got: Tensor, expected: Tensor, scores: Tensor) -> str | None:
+    def _row_problem(self, got: Tensor, scores: Tensor) -> str | None:
         picked = got[got >= 0].to(torch.int64)
         if ((got >= scores.numel()) | (got < -1)).any():
             return f"index out of range 0..{scores.numel() - 1}"
@@ -343,17 +352,20 @@ class TopK:
             return f"{picked.numel()} indices chosen, expected {min(got.numel(), valid.numel())}"
         if not torch.isin(picked, valid).all():
             return "a NaN or masked score was chosen"
+        if self.ascending and not torch.equal(got, torch.cat([picked.sort().values.to(got.dtype), got[got < 0]])):
+            return "the indices are not in ascending order with -1 behind them"
         left = valid[~torch.isin(valid, picked)]
-        if left.numel() and picked.numel():
-            finite = scores[valid].abs().max().item()
-            crossing = (scores[left].max() - scores[picked].min()).item()
-            if crossing > 1e-5 + 1e-5 * finite:
-                return f"a score left out exceeds a chosen one by {crossing:.3g}"
-            chosen_value = scores[picked].min()
-            if self.ties == "lower" and crossing == 0.0:
-                last = picked[scores[picked] == chosen_value].max()
-                if (left[scores[left] == chosen_value] < last).any():
-                    return "tie at the k-th place not given to the lower index"
+        if not left.numel() or not picked.numel():
+            return None
+        best, least = scores[left].max().item(), scores[picked].min().item()
+        finite = scores[valid][scores[valid].isfinite()]
+        largest = finite.abs().max().item() if finite.numel() else 0.0
+        if best > least and not best - least <= self.crossing * (1 + largest):
+            return f"a score left out exceeds a chosen one by {best - least:.3g}"
+        if self.ties == "lower" and best == least:
+            last = picked[scores[picked] == least].max()
+            if (left[scores[left] == least] < last).any():
+                return "tie at the k-th place not given to the lower index"
         return None
 
 

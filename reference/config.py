@@ -294,3 +294,11 @@ C1 = CompressorConfig(ratio=1)  # V4.1, decoder: no gate, no state
 C2 = CompressorConfig(ratio=2)  # V4.1, encoder
 CSA4 = CompressorConfig(ratio=4, overlap=True)  # V4
 HCA128 = CompressorConfig(ratio=128)  # V4
+
+
+class ScoreOrder(enum.Enum):
+    """How index scores are rounded and in which order heads are added; published implementations disagree."""
+
+    FP32 = "fp32"  # dot products and their weighted sum in fp32, fp32 scores: the quality oracle
+    BF16_RELEASE = "bf16_release"  # dot product, weighted product and sum each rounded to bf16: DeepSeek release code
+    BF16_CHAINS = "bf16_chains"  # four chains of bf16 fma, heads c, c + 4, c + 8, ... each: DeepGEMM on SM100

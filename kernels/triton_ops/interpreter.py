@@ -173,7 +173,19 @@ def _create_fma(before: Callable, self: Any, x: Any, y: Any, z: Any) -> stock.Te
     dtype = z.dtype.scalar
     if dtype not in FLOATS or dtype == tl.float64:
         return before(self, x, y, z)
-    return _handle(_widened(x).astype(np.float64) * _widened(y) + _widened(z), dtype)
+    exact = _widened(x).astype(np.float64) * _widened(y) + _widened(z)
+    # torch takes fp64 to a narrow type by way of fp32: two roundings
+    return _handle(exact if dtype == tl.float32 else _odd_float32(exact), dtype)
+
+
+def _odd_float32(exact: np.ndarray) -> np.ndarray:
+    """fp64 values in fp32, an inexact one with an odd last bit: rounded on to a narrower type, it is rounded once."""
+    near = np.atleast_1d(exact).astype(np.float32)
+    back = near.astype(np.float64)
+    bits = near.view(np.int32)
+    is_even = (bits & 1 == 0) & (back != exact) & np.isfinite(back)
+    bits = np.where(is_even, bits + np.where(np.abs(back) > np.abs(exact), -1, 1), bits).astype(np.int32)
+    return bits.view(np.float32).reshape(np.shape(exact))
 
 
 def _constant(dtype: tl.dtype, before: Callable | None, self: Any, value: float) -> stock.TensorHandle:
