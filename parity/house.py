@@ -12,6 +12,7 @@ ROOMS = ("reference", "optimized", "parity", "kernels", "golden")
 UNPAIRED = ("block", "model", "checkpoint", "accounting", "muon", "load_bias", "dspark_loss", "engine")
 # modules of reference/ that are not components
 SUPPORT = ("numerics", "config", "checks", "weights", "cache_plan")
+SUPPORT = ("numerics", "config", "checks", "weights", "layouts")
 
 
 def worker_environment(device: str) -> dict[str, str]:
