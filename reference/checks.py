@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import torch
 
-<<<<<<< HEAD
-from .config import RECORD_FORMATS, RecordFormat
-=======
-from .config import CompressorConfig
->>>>>>> h/compress
+from .config import RECORD_FORMATS, CompressorConfig, RecordFormat
 
 
 def expect_shape(name: str, x: torch.Tensor, letters: str, dims: dict[str, int]) -> None:
@@ -54,7 +50,6 @@ def expect_in_range(name: str, x: torch.Tensor, low: int, high: int) -> None:
         raise ValueError(f"{name}: expected values in [{low}, {high}), got {x[where].item()} at {where}")
 
 
-<<<<<<< HEAD
 def expect_records(name: str, cache_pow: torch.Tensor, dims: dict[str, int]) -> RecordFormat:
     """The format of a paged cache of records, uint8 [p, o, w]: w bytes a record, pages without gaps inside.
 
@@ -74,7 +69,8 @@ def expect_records(name: str, cache_pow: torch.Tensor, dims: dict[str, int]) -> 
             f"{name}: expected pages of {num_slots * width} bytes in a row, got strides {cache_pow.stride()}"
         )
     return RECORD_FORMATS[width]
-=======
+
+
 def expect_slots(name: str, slots: torch.Tensor, count: int, high: int, *, distinct: bool) -> None:
     """Raise unless `slots` are `count` integers in [-1, high), those that are not -1 `distinct` if asked for."""
     expect_dtype(name, slots, torch.int32, torch.int64)
@@ -146,4 +142,3 @@ def expect_pooling_state(state_: torch.Tensor, width: int, config: CompressorCon
     if state_.dim() != 4 or state_.shape[2:] != (2, width) or state_.shape[1] < config.span - 1:
         wanted = f"[slots, ring of at least {config.span - 1}, 2, {width}]"
         raise ValueError(f"state_: expected {wanted}, got shape {tuple(state_.shape)}")
->>>>>>> h/compress

@@ -263,6 +263,7 @@ class SlidingWindow:
             raise ValueError(f"keep: expected at least the ring of {self.ring}, got {self.keep}")
 
 
+@dataclass(frozen=True, kw_only=True)
 class CompressorConfig:
     """How tokens are pooled: `ratio` tokens to an entry, with `overlap` also those of the group before."""
 
