@@ -240,6 +240,7 @@ def _describe(card: Card) -> dict[str, Any]:
         "component": card.component,
         "summary": card.summary,
         "contract": dict(card.contract),
+        "facts": dict(card.facts()),
         "operations": [
             {
                 "name": op.name,
@@ -285,6 +286,8 @@ def show(
     console.print(f"[bold]{card.component}[/bold]: {card.summary}\n")
     for key, text in card.contract.items():
         console.print(f"  {key:<14} {text}", markup=False)
+    for key, text in card.facts().items():
+        console.print(f"  {key:<24} {text}", markup=False)
     for op in card.ops:
         console.print(f"\n{_signature(op)}", style="bold", markup=False)
         for output in op.outputs:

@@ -136,19 +136,19 @@ class Call:
         self, result: Any, arguments: Inputs, guarded: list[GuardedTensor], buffers: list[GuardedTensor]
     ) -> Outputs:
         names = [output.name for output in self.op.outputs]
-        if self.op.writes is not None:
-            result = next(tensor.view for tensor in guarded if tensor.name == self.op.writes)
         values = result if isinstance(result, tuple) else (result,)
+        if self.op.writes is not None:
+            values = (next(tensor.view for tensor in guarded if tensor.name == self.op.writes), *values[1:])
         if len(values) != len(names):
             raise ContractViolation(f"returned {len(values)} values, expected {len(names)}: {', '.join(names)}")
         owned = {tensor.buffer.untyped_storage().data_ptr(): tensor.name for tensor in guarded}
-        for name, value in zip(names, values, strict=True):
+        for place, (name, value) in enumerate(zip(names, values, strict=True)):
             if not isinstance(value, Tensor):
                 raise ContractViolation(f"{name}: expected a tensor, got {type(value).__name__}")
             if value.device.type != self.device:
                 raise ContractViolation(f"{name}: expected device {self.device}, got {value.device}")
             source = owned.get(value.untyped_storage().data_ptr()) if value.numel() else None
-            if source is not None and self.op.writes is None:
+            if source is not None and (self.op.writes is None or place > 0):
                 raise ContractViolation(f"{name}: is a view of the input {source}")
         outputs = {name: value.detach() for name, value in zip(names, values, strict=True)}
         if self.is_reference:
