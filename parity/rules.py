@@ -314,7 +314,7 @@ class Codes:
 class TopK:
     """R9: a selection of k indices per row, judged on the contract's scores.
 
-    `scores` names the argument that holds the scores [rows, s], and `lengths` the one that says how many of a row count;
+    `scores` names the argument that holds the scores [rows, s], and `lengths` the one that says how many count;
     NaN and −inf are never selected. With `ties="lower"` equal scores at the k-th place go to the lower index (−0 = +0);
     with `ties="any"` any of them. `crossing` is how far, absolute and of the largest score, a score left out may exceed
     a chosen one: nothing where the scores are the operation's own input. With `ascending` the indices come in that

@@ -62,7 +62,7 @@ def _store_records(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rotate the last 2 HALF channels, round to bf16, quantise and store; the halves of every channel pair are apart."""
+    """Rotate the last 2 HALF channels, round to bf16, quantise and store; the halves of every pair are apart."""
     # 1. rotation; a position outside the table gives NaN instead of a stray read
     pair = tl.arange(0, 64)
     turned = pair >= 64 - HALF

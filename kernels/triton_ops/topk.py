@@ -24,8 +24,13 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)  # the largest finite bf16
 class SelectLaunch:
     """Scores that a program looks at side by side; it changes no result."""
 
-    block: int = 1024
+    block: int
     num_warps: int = 4
+
+
+def select_launch(num_columns: int) -> SelectLaunch:
+    """A short row at once, a long one in blocks of 1024."""
+    return SelectLaunch(block=min(1024, max(32, triton.next_power_of_2(num_columns))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +198,7 @@ def topk(
     if not t:
         return idx_tk
     require_runnable("scores_ts", scores_ts)
-    launch = launch or SelectLaunch()
+    launch = launch or select_launch(s)
     _select[(t,)](
         scores_ts,
         length_t.contiguous(),
