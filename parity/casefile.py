@@ -124,6 +124,8 @@ def _encode(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
             f.name: _encode(f"{name}.{f.name}", getattr(value, f.name), tensors) for f in dataclasses.fields(value)
         }
         return {"dataclass": f"{type(value).__module__}:{type(value).__name__}", "fields": parts}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(f"{name}.{i}", part, tensors) for i, part in enumerate(value)]}
     if isinstance(value, torch.dtype):
         return {"dtype_value": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -139,6 +141,8 @@ def _decode(value: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
         return _named(value["enum"])[value["name"]]
     if "dataclass" in value:
         return _named(value["dataclass"])(**{k: _decode(v, tensors) for k, v in value["fields"].items()})
+    if "tuple" in value:
+        return tuple(_decode(part, tensors) for part in value["tuple"])
     if "dtype_value" in value:
         return getattr(torch, value["dtype_value"].removeprefix("torch."))
     return value["value"]

@@ -32,6 +32,7 @@ from .numerics import CONTRACT, Numerics
 from .quant import dequantize, fake_quantize
 from .topology import LayerMode
 from .weights import Csa2Weights
+from .window import compact_clip, compact_rows
 
 
 def csa2_project(
@@ -171,7 +172,7 @@ def csa2_step_(
         if mode is LayerMode.FULL:  # before rows are left out: entries are made of all of them
             csa2_compress_(x_tm, weights, caches, step, layer=layer, config=config, num=num)
         if layer == map_.boundary and config.truncation is Truncation.COMPACT and not step.decode:
-            kept_t, step = step.rows(config), step.compact(config)
+            kept_t, step = _compacted(step, config)
             h_tm, x_tm = h_tm[kept_t], x_tm[kept_t]
         q_thd, key_td, latent_ta = csa2_project(
             x_tm, weights, caches.table(config, layer), step.positions_t, config=config, num=num
@@ -187,6 +188,14 @@ def csa2_step_(
         table_sr = caches.table(config, layer)
         h_tm = num.bf16(h_tm + csa2_output(out_thd, weights, table_sr, step.positions_t, config=config, num=num))
     return h_tm, kept_t
+
+
+def _compacted(step: Csa2Step, config: Csa2Config) -> tuple[Tensor, Csa2Step]:
+    """The rows that decoder layers compute, and the step that they see."""
+    window = config.sliding(decoder=True)
+    kept_t = compact_rows(step.first_b, step.end_b, step.known_b, config=window)
+    clip_b = compact_clip(step.first_b, step.end_b, step.known_b, config=window)
+    return kept_t, replace(step, positions_t=step.positions_t[kept_t], seq_t=step.seq_t[kept_t], clip_b=clip_b)
 
 
 def _check_run(h_tm: Tensor, layers: tuple[Csa2Weights, ...], batch: Csa2Batch, config: Csa2Config) -> None:

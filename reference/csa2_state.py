@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .cache_plan import cache_view, page_pieces, state_pieces
 from .csa2_config import Csa2Config
-from .window import compact_clip, compact_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,17 +37,6 @@ class Csa2Step:
         """Where position first_b of every sequence stands among the computed rows."""
         kept_b = self.end_b - self.first_b - self.clip_b
         return kept_b.cumsum(0).to(kept_b.dtype) - kept_b - self.clip_b
-
-    def rows(self, config: Csa2Config) -> Tensor:
-        """The rows that decoder layers compute."""
-        window = config.sliding(decoder=True)
-        return compact_rows(self.first_b, self.end_b, self.known_b, config=window)
-
-    def compact(self, config: Csa2Config) -> Csa2Step:
-        """The same step for decoder layers: the rows that truncation leaves."""
-        row_t, window = self.rows(config), config.sliding(decoder=True)
-        clip_b = compact_clip(self.first_b, self.end_b, self.known_b, config=window)
-        return replace(self, positions_t=self.positions_t[row_t], seq_t=self.seq_t[row_t], clip_b=clip_b)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,8 +83,8 @@ class Csa2Batch:
         for count_b, decode in zip(self.counts_kb, self.decode_k.tolist(), strict=True):
             active_b = (count_b > 0).nonzero()[:, 0]
             count_y, first_y = count_b[active_b].long(), first_b[active_b].long()
-            seq_t = torch.arange(len(active_b)).repeat_interleave(count_y)
-            within_t = torch.arange(len(seq_t)) - (count_y.cumsum(0) - count_y)[seq_t]
+            seq_t = torch.arange(len(active_b), device=count_b.device).repeat_interleave(count_y)
+            within_t = torch.arange(len(seq_t), device=count_b.device) - (count_y.cumsum(0) - count_y)[seq_t]
             positions_t = first_y[seq_t] + within_t
             row_t = (base_b - self.start_b)[active_b][seq_t] + positions_t
             step = Csa2Step(
