@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deeptwin.reference.cache_plan import page_pieces, state_pieces
+from deeptwin.reference.config import Truncation
 from deeptwin.reference.csa2 import csa2_run
 from deeptwin.reference.csa2_config import CastPoints, Csa2Config
 from deeptwin.reference.csa2_state import Csa2Batch, Csa2Caches
@@ -205,6 +206,8 @@ def sequence(
             quantised[:, -table.shape[1] :] = key[:, -table.shape[1] :]
         low = p[:, None] - (config.window + faults.window)
         window = (p[None] <= p[:, None]) & (p[None] > low)
+        if config.truncation is not Truncation.OFF and ratio and layer >= map_.boundary:
+            window &= p[None] >= t - config.keep
         if faults.chunk == "history_lost":
             window &= step_t[None] == step_t[:, None]
         entries, seen = quantised[:0], picked[:, :0]
@@ -218,6 +221,10 @@ def sequence(
                 seen = seen & ~window[:, : len(entries) * ratio : ratio][:, : len(entries)]
         out = _attend(faults, q, [quantised, entries], [window, seen], w.sink_h, table.shape[1])
         h = _bf(h + output(faults, out, w, table, config))
+    if config.truncation is Truncation.COMPACT:
+        for step in step_t.unique():
+            rows = (step_t == step).nonzero()[:, 0]
+            h[rows[: min(max(t - config.keep - int(rows[0]), 0), len(rows) - 1)]] = 0
     return h
 
 
