@@ -16,10 +16,8 @@ the list in blocks rounds p against its running maximum, so the scale of that ro
 
 `sparse_attn` reads a contiguous sequence [s, d], `sparse_attn_decode` a paged cache [p, o, d]; the maths is the same.
 `two_cache_attn` (prefill) and `two_cache_attn_decode` put two lists into one softmax: keys of the sliding window first,
-then entries of a compressed cache. Quantised entries are read from their record bytes; a record is exact in bf16, so
-weights are rounded to bf16 there. No list removes what the other one holds too.
-
-Letters beside the project's: w is the bytes of a record.
+then entries of a compressed cache, no list removing what the other holds too. Quantised entries are read from records
+of w bytes, which are exact in bf16, so weights are rounded to bf16 there.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .checks import expect_dtype, expect_positive, expect_shape
-from .config import PageLayout, RecordFormat, ScaleKind, TwoCaches
+from .config import CodeKind, PageLayout, RecordFormat, ScaleKind, TwoCaches
 from .numerics import CONTRACT, Numerics
 from .quant import dequantize
 
@@ -99,11 +97,8 @@ def sparse_attn_decode(
         q_thd: [t, h, d]; kv_pod: [p, o, d], pages may be further apart than o * d elements; the rest as in
         `sparse_attn`, with p * o in the place of s.
 
-    Rounding:
-        as `sparse_attn`.
-
     Edges:
-        as `sparse_attn`; slots that no list names may hold NaN.
+        as `sparse_attn`, its roundings too; slots that no list names may hold NaN.
 
     Raises:
         ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.
@@ -132,13 +127,10 @@ def two_cache_attn(
 ) -> tuple[Tensor, Tensor]:
     """Prefill: window keys are bf16 rows (history, then this chunk), compressed keys are records.
 
-    Math:
-        see the module docstring; the list of a row is its window list, then its main list; value_dim = d.
-
     Shapes:
         q_thd: [t, h, d]; window_sd: [s, d], d = caches.main.channels; window_idx_tk: int32 [t, any], rows of window_sd;
         main_pow: uint8 [p, o, w] pages of o records, any page stride; main_idx_tk: int32 [t, any], page * o + slot;
-        sink_h: fp32 [h] or None; returns out_thu [t, h, d] and lse_th [t, h].
+        sink_h: fp32 [h] or None; returns out_thd [t, h, d] and lse_th [t, h].
 
     Rounding:
         softmax weights to bf16 (free scale), output to `dtype`, LSE to fp32. Reading a record is exact.
@@ -149,11 +141,8 @@ def two_cache_attn(
     Raises:
         ValueError: shapes disagree, or w is not the bytes of a record of `caches`.
         TypeError: pages are not uint8, indices are not int32, the sink is not float32, or `dtype` is no storage dtype.
-
-    Source:
-        v41-attention.md sections 2.1, 2.4, 5; DeepInfer (prefill buffer); FlashMLA (index validity).
     """
-    dims: dict[str, int] = {"d": caches.main.channels}
+    dims = {"d": caches.main.channels}
     expect_shape("window_sd", window_sd, "sd", dims)
     valid_tk, row_y = _listed("window_idx_tk", window_idx_tk, dims, q_thd, window_sd.shape[0])
     window = valid_tk, _scatter(valid_tk, window_sd[row_y], num)
@@ -201,8 +190,8 @@ def _attend_two(
     if sink_h is not None:
         expect_shape("sink_h", sink_h, "h", {"h": q_thd.shape[1]})
         expect_dtype("sink_h", sink_h, torch.float32)
-    width = keys_tkd.shape[2]
-    return _attend(q_thd, keys_tkd, valid_tk, sink_h, scale=scale, value_dim=width, dtype=dtype, num=num, records=True)
+    d = keys_tkd.shape[2]
+    return _attend(q_thd, keys_tkd, valid_tk, sink_h, scale=scale, value_dim=d, dtype=dtype, num=num, records=True)
 
 
 def _listed(name: str, idx_tk: Tensor, dims: dict[str, int], q_thd: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -221,24 +210,21 @@ def _record_keys(
     q_thd: Tensor,
     num: Numerics,
 ) -> tuple[Tensor, Tensor]:
-    """Which entries of the list are valid, and the values of their records in the places of the list."""
+    """Which entries of the list are valid, and the values of their records in its places."""
     dims = {"w": fmt.record_bytes}
     expect_shape(f"{name}_pow", cache_pow, "pow", dims)
     expect_dtype(f"{name}_pow", cache_pow, torch.uint8)
     valid_tk, slot_y = _listed(f"{name}_idx_tk", idx_tk, {"d": fmt.channels}, q_thd, dims["p"] * dims["o"])
     page_y, slot_y = slot_y // max(dims["o"], 1), slot_y % max(dims["o"], 1)
-    data, row_bytes = fmt.data_bytes, fmt.record_bytes
-    if layout is PageLayout.INTERLEAVED:
-        data_y, sf_y = slot_y * row_bytes, slot_y * row_bytes + data
-    else:
-        data_y, sf_y = slot_y * data, dims["o"] * data + slot_y * (row_bytes - data)
+    data, step = fmt.data_bytes, fmt.record_bytes
+    sectioned = layout is PageLayout.SECTIONED  # all codes of a page, then all scales
+    data_y = slot_y * (data if sectioned else step)
+    sf_y = dims["o"] * data + slot_y * (step - data) if sectioned else data_y + data
     page_pb = cache_pow.flatten(1)
     codes = page_pb[page_y[:, None], data_y[:, None] + torch.arange(data)]
-    sf = page_pb[page_y[:, None], sf_y[:, None] + torch.arange(row_bytes - data)]
-    if fmt.quant.scale is ScaleKind.E4M3:
-        sf = sf.view(torch.float8_e4m3fn)
-    if fmt.data_bytes == fmt.channels:
-        codes = codes.view(torch.float8_e4m3fn)
+    sf = page_pb[page_y[:, None], sf_y[:, None] + torch.arange(step - data)]
+    sf = sf.view(torch.float8_e4m3fn) if fmt.quant.scale is ScaleKind.E4M3 else sf
+    codes = codes.view(torch.float8_e4m3fn) if fmt.quant.code is CodeKind.E4M3 else codes
     return valid_tk, _scatter(valid_tk, dequantize(codes, sf, fmt=fmt.quant, num=num), num)
 
 
@@ -254,7 +240,6 @@ def _attend(
     num: Numerics,
     records: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """With `records`, weights meet bf16 values and are bf16 themselves, whatever the output is stored in."""
     scores_thk = num.einsum("thd,tkd->thk", num.wide(q_thd), keys_tkd) * scale
     scores_thk = scores_thk.masked_fill(~valid_tk[:, None, :], -torch.inf)
     max_th1 = scores_thk.amax(-1, keepdim=True)
@@ -262,6 +247,7 @@ def _attend(
 
     p_thk = torch.exp(scores_thk - max_th1)
     sum_th1 = num.sum(p_thk, dim=-1, keepdim=True)  # of the unrounded weights
+    # records are bf16, and so are their weights, whatever the output is stored in
     p_thk = num.store(p_thk, torch.bfloat16 if records else dtype, free_scale=True)
     acc_thu = num.einsum("thk,tku->thu", p_thk, keys_tkd[..., :value_dim])
 
