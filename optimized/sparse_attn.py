@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
+from deeptwin.reference.config import PageLayout, TwoCaches
 
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.split_softmax import SplitLaunch
+    from deeptwin.kernels.triton_ops.two_cache import TwoCacheLaunch
 
 
 def sparse_attn_triton(
@@ -78,6 +80,122 @@ def sparse_attn_decode_triton(
 
     return kernels.sparse_attn_decode(
         q_thd, kv_pod, idx_tk, sink_h, topk_length_t, scale=scale, value_dim=value_dim, launch=launch, out=out
+    )
+
+
+def two_cache_attn_triton(
+    q_thd: Tensor,
+    window_sd: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    *,
+    caches: TwoCaches,
+    dtype: torch.dtype = torch.bfloat16,
+    launch: TwoCacheLaunch | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to bf16 window rows and compressed records; queries are bf16, the output is of `dtype`.
+
+    Raises:
+        ValueError: shapes disagree, w is not the bytes of a record of `caches`, or an `out` buffer has another shape.
+        TypeError: queries or rows are not bfloat16, pages are not uint8, indices are not int32, the sink is not
+            float32, `dtype` is not bfloat16 or float32, or an `out` buffer has another dtype.
+        NotImplementedError: d is no power of two from 32 up, or rows or pages are not contiguous.
+    """
+    dims = {"d": caches.main.channels}
+    expect_shape("window_sd", window_sd, "sd", dims)
+    expect_dtype("window_sd", window_sd, torch.bfloat16)
+    _check_pair(q_thd, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype)
+    return _launch_pair(
+        q_thd, window_sd, window_idx_tk, main_pow, main_idx_tk, sink_h, "rows", caches, dtype, launch, out
+    )
+
+
+def two_cache_attn_decode_triton(
+    q_thd: Tensor,
+    window_pow: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    *,
+    caches: TwoCaches,
+    dtype: torch.dtype = torch.bfloat16,
+    launch: TwoCacheLaunch | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to window records and compressed records; as `two_cache_attn_triton`, with the same bits for equal keys.
+
+    Raises:
+        ValueError: shapes disagree, w is not the bytes of a record of `caches`, or an `out` buffer has another shape.
+        TypeError: queries are not bfloat16, pages are not uint8, indices are not int32, the sink is not float32,
+            `dtype` is not bfloat16 or float32, or an `out` buffer has another dtype.
+        NotImplementedError: d is no power of two from 32 up, or rows or pages are not contiguous.
+    """
+    expect_shape("window_pow", window_pow, "pow", {"w": caches.window.record_bytes})
+    expect_dtype("window_pow", window_pow, torch.uint8)
+    _check_pair(q_thd, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype)
+    kind = caches.window.quant.code.value
+    return _launch_pair(
+        q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, kind, caches, dtype, launch, out
+    )
+
+
+def _check_pair(
+    q_thd: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    caches: TwoCaches,
+    dtype: torch.dtype,
+) -> None:
+    dims = {"d": caches.main.channels}
+    expect_shape("q_thd", q_thd, "thd", dims)
+    expect_dtype("q_thd", q_thd, torch.bfloat16)
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"dtype: expected bfloat16 or float32, got {dtype}")
+    for name, idx_tk in (("window_idx_tk", window_idx_tk), ("main_idx_tk", main_idx_tk)):
+        expect_shape(name, idx_tk, "tk", {"t": dims["t"]})
+        expect_dtype(name, idx_tk, torch.int32)
+    expect_shape("main_pow", main_pow, "pow", {"w": caches.main.record_bytes})
+    expect_dtype("main_pow", main_pow, torch.uint8)
+    if sink_h is not None:
+        expect_shape("sink_h", sink_h, "h", dims)
+        expect_dtype("sink_h", sink_h, torch.float32)
+
+
+def _launch_pair(
+    q_thd: Tensor,
+    window: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    kind: str,
+    caches: TwoCaches,
+    dtype: torch.dtype,
+    launch: TwoCacheLaunch | None,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    from deeptwin.kernels.triton_ops import two_cache as kernels
+
+    return kernels.two_cache_attn(
+        q_thd,
+        window,
+        window_idx_tk,
+        main_pow,
+        main_idx_tk,
+        sink_h,
+        kinds=(kind, caches.main.quant.code.value),
+        groups=(caches.window.quant.group, caches.main.quant.group),
+        sectioned=caches.layout is PageLayout.SECTIONED,
+        scale=caches.scale,
+        dtype=dtype,
+        launch=launch,
+        out=out,
     )
 
 

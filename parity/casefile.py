@@ -124,6 +124,8 @@ def _encode(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
             f.name: _encode(f"{name}.{f.name}", getattr(value, f.name), tensors) for f in dataclasses.fields(value)
         }
         return {"dataclass": f"{type(value).__module__}:{type(value).__name__}", "fields": parts}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(f"{name}.{i}", part, tensors) for i, part in enumerate(value)]}
     if isinstance(value, torch.dtype):
         return {"dtype_value": str(value)}
     if value is None or isinstance(value, bool | int | float | str):

@@ -62,6 +62,8 @@ def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor):
             found[name] = value
+        elif isinstance(value, tuple):
+            found |= _tensors({f"{name}.{i}": part for i, part in enumerate(value)})
         elif hasattr(value, "__dataclass_fields__"):
             found |= {f"{name}.{k}": v for k, v in vars(value).items() if isinstance(v, torch.Tensor)}
     return found

@@ -114,6 +114,8 @@ class Call:
         if isinstance(value, Tensor):
             guarded.append(GuardedTensor.of(name, value, self.device))
             return guarded[-1].view
+        if isinstance(value, tuple):
+            return tuple(self._guard(f"{name}[{i}]", part, guarded) for i, part in enumerate(value))
         if is_dataclass(value) and not isinstance(value, type):
             parts = {f.name: getattr(value, f.name) for f in fields(value)}
             if any(isinstance(part, Tensor) for part in parts.values()):

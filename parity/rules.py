@@ -383,6 +383,15 @@ F32_ATTENTION = Budget(
 
 ATTENTION = {torch.bfloat16: Budget(), torch.float32: F32_ATTENTION}
 
+# attention whose weights are bf16 although the output is fp32: judged in units of bf16, as if it were stored so. Its
+# own unit would compare the rounding of a few weights with another draw of the same few (right ones: 1.18 of the row)
+TWO_CACHES = {
+    torch.bfloat16: Budget(),
+    torch.float32: Budget(
+        kind="two caches, fp32 output", floor=0.25 * 2**16, element_slack=2.0 * 2**16, bias=0.1 * 2**16
+    ),
+}
+
 # whole MLA blocks: five roundings in a row, in other places in the naive and the absorbed form. Measured on fp32 torch
 # with every stored value rounded (keys in order, and in blocks of 16 taken backwards): 50 seeds (5 at V3 head widths),
 # 36 cases (1 to 72 tokens with and without a past, four regimes, text), each form judged by its own oracle and by that
@@ -404,3 +413,32 @@ MLA_BLOCK = {
         bias_t=0.01,
     ),
 }
+
+# one side of a CSA2 layer, and stacks of four to six layers: quantisers between the roundings, whose steps are several
+# units, so that a mean signed error of a stack says nothing (reference itself: 0.9 units in one of 40 judgements)
+CSA2_SIDE = Budget(kind="csa2 side", element_factor=2.5, element_slack=3.0, row=4.0, total=2.0, bias=0.5, bias_t=0.01)
+CSA2_STACK = Budget(kind="csa2 stack", element_factor=2.5, element_slack=3.0, row=4.0, total=2.0, bias=8.0, bias_t=0.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteShare:
+    """For caches behind several layers: at most a share of the bytes differs from CONTRACT's.
+
+    One last bit of a hidden state moves a code here and there, in every later layer some more. What the bytes mean is
+    judged where they are written (kv_cache, indexer); here a page, ring or section in a wrong place is seen.
+    """
+
+    share: float
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Count the differing bytes."""
+        wrong = got != oracles.contract.to(got.dtype)
+        differ = int(wrong.sum())
+        used = differ / (self.share * got.numel()) if got.numel() else 0.0
+        return Judgement(
+            ok=used <= 1.0,
+            used=used,
+            message=f"{differ} of {got.numel()} bytes differ, allowed {self.share:.3g} of them",
+            worst=worst_at(got, oracles.contract, wrong.to(torch.float64)) if differ else None,
+            metrics={"differ": float(differ)},
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .config import RECORD_FORMATS, RecordFormat
+from .config import RECORD_FORMATS, CompressorConfig, RecordFormat
 
 
 def expect_shape(name: str, x: torch.Tensor, letters: str, dims: dict[str, int]) -> None:
@@ -69,3 +69,76 @@ def expect_records(name: str, cache_pow: torch.Tensor, dims: dict[str, int]) -> 
             f"{name}: expected pages of {num_slots * width} bytes in a row, got strides {cache_pow.stride()}"
         )
     return RECORD_FORMATS[width]
+
+
+def expect_slots(name: str, slots: torch.Tensor, count: int, high: int, *, distinct: bool) -> None:
+    """Raise unless `slots` are `count` integers in [-1, high), those that are not -1 `distinct` if asked for."""
+    expect_dtype(name, slots, torch.int32, torch.int64)
+    expect_shape(name, slots, "n", {"n": count})
+    expect_in_range(name, slots, -1, high)
+    used = slots[slots >= 0]
+    if distinct and len(used.unique()) != len(used):
+        raise ValueError(f"{name}: expected every slot once, got {slots.tolist()}")
+
+
+def expect_chunk(start_b: torch.Tensor, cu_seqlens: torch.Tensor, tokens: int | None) -> None:
+    """Raise unless the packed chunk is well-formed: first positions, and where each sequence begins among `tokens`."""
+    expect_chunk_shape(start_b, cu_seqlens)
+    if (start_b < 0).any():
+        raise ValueError(f"start_b: expected positions from 0 on, got {start_b.tolist()}")
+    ends_well = tokens is None or int(cu_seqlens[-1]) == tokens
+    if cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any() or not ends_well:
+        wanted = "" if tokens is None else f" up to {tokens}"
+        raise ValueError(f"cu_seqlens: expected numbers from 0{wanted} that never decrease, got {cu_seqlens.tolist()}")
+
+
+def expect_chunk_shape(start_b: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    """The part of `expect_chunk` that reads no values."""
+    expect_dtype("start_b", start_b, torch.int32, torch.int64)
+    expect_dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
+    expect_shape("start_b", start_b, "b", {})
+    expect_shape("cu_seqlens", cu_seqlens, "n", {"n": len(start_b) + 1})
+
+
+def expect_step(slot_t: torch.Tensor, position_t: torch.Tensor, ring: int, span: int) -> None:
+    """Raise unless the tokens of a slot stand side by side, ascend by one, and leave `span` live ring rows."""
+    expect_dtype("position_t", position_t, torch.int32, torch.int64)
+    expect_shape("position_t", position_t, "t", {"t": len(slot_t)})
+    longest = 0
+    for slot in slot_t[slot_t >= 0].unique().tolist():
+        here = (slot_t == slot).nonzero()[:, 0]
+        longest = max(longest, len(here))
+        at = position_t[here]
+        if (here.diff() != 1).any() or (at.diff() != 1).any() or at[0] < 0:
+            raise ValueError(f"position_t: expected slot {slot} side by side, ascending by one, got {at.tolist()}")
+    if longest and ring < span + longest - 1:
+        raise ValueError(f"state_: expected a ring of {span + longest - 1} for {longest} tokens, got {ring}")
+
+
+def expect_rows_to_pool(
+    value_tw: torch.Tensor, gate_tw: torch.Tensor | None, bias_rw: torch.Tensor | None, config: CompressorConfig
+) -> int:
+    """The width of value and gate rows; raise if they, or the bias, do not fit together and to `config`."""
+    dims: dict[str, int] = {}
+    expect_shape("value_tw", value_tw, "tw", dims)
+    expect_dtype("value_tw", value_tw, torch.float32, torch.float64)
+    expect_multiple("value_tw (last axis)", dims["w"], config.series)
+    if gate_tw is not None:
+        expect_shape("gate_tw", gate_tw, "tw", dims)
+        expect_dtype("gate_tw", gate_tw, torch.float32, torch.float64)
+    elif config.ratio > 1:
+        raise ValueError(f"gate_tw: expected logits for ratio {config.ratio}, got None")
+    if bias_rw is not None:
+        expect_shape("bias_rw", bias_rw, "rw", dims | {"r": config.ratio})
+        expect_dtype("bias_rw", bias_rw, torch.float32)
+    return dims["w"]
+
+
+def expect_pooling_state(state_: torch.Tensor, width: int, config: CompressorConfig) -> None:
+    """Raise unless `state_` is a ring of float32 logits and values in which an unfinished group finds room."""
+    if config.ratio == 1:
+        raise ValueError("config: expected a ratio above 1, got 1, which carries nothing over")
+    expect_dtype("state_", state_, torch.float32)
+    if state_.dim() != 4 or state_.shape[2:] != (2, width) or state_.shape[1] < config.span - 1:
+        wanted = f"[slots, ring of at least {config.span - 1}, 2, {width}]"
+        raise ValueError(f"state_: expected {wanted}, got shape {tuple(state_.shape)}")

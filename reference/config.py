@@ -204,6 +204,22 @@ class MlaConfig:
         return self.kv_lora_rank + self.rope.rope_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class TwoCaches:
+    """The records that one softmax reads: those of the sliding window and those of the compressed main cache."""
+
+    window: RecordFormat
+    main: RecordFormat
+    layout: PageLayout  # of both: no kernel reads a mixture
+    scale: float  # factor of the scores
+
+    def __post_init__(self) -> None:
+        if self.window.channels != self.main.channels:
+            raise ValueError(f"main: expected {self.window.channels} channels, got {self.main.channels}")
+        if not self.scale > 0:
+            raise ValueError(f"scale: expected a positive number, got {self.scale}")
+
+
 class RecordTap(enum.Enum):
     """Which rows the fused store hands out beside the bytes that it stores."""
 
@@ -250,6 +266,40 @@ class SlidingWindow:
             raise ValueError(f"ring: expected at least the window of {self.window}, got {self.ring}")
         if self.truncation is not Truncation.OFF and self.keep < self.ring:
             raise ValueError(f"keep: expected at least the ring of {self.ring}, got {self.keep}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorConfig:
+    """How tokens are pooled: `ratio` tokens to an entry, with `overlap` also those of the group before."""
+
+    ratio: int
+    overlap: bool = False  # a token then has two series of channels: one for the next group, one for its own
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1:
+            raise ValueError(f"ratio: expected at least 1, got {self.ratio}")
+        if self.overlap and self.ratio == 1:
+            raise ValueError("overlap: expected False with ratio 1, got True")
+
+    @property
+    def series(self) -> int:
+        """Gate and value rows are this many times as wide as an entry."""
+        return 2 if self.overlap else 1
+
+    @property
+    def span(self) -> int:
+        """Tokens that an entry is pooled from."""
+        return self.ratio * self.series
+
+    def ring(self, backtrack: int) -> int:
+        """Tokens that the state keeps when up to `backtrack` tokens may be run again."""
+        return self.span + max(0, backtrack - 1)
+
+
+C1 = CompressorConfig(ratio=1)  # V4.1, decoder: no gate, no state
+C2 = CompressorConfig(ratio=2)  # V4.1, encoder
+CSA4 = CompressorConfig(ratio=4, overlap=True)  # V4
+HCA128 = CompressorConfig(ratio=128)  # V4
 
 
 class ScoreOrder(enum.Enum):

@@ -15,6 +15,9 @@ before it meets the values, while the row sum takes the unrounded p; the quotien
 the list in blocks rounds p against its running maximum, so the scale of that rounding is free (`free_scale`).
 
 `sparse_attn` reads a contiguous sequence [s, d], `sparse_attn_decode` a paged cache [p, o, d]; the maths is the same.
+`two_cache_attn` (prefill) and `two_cache_attn_decode` put two lists into one softmax: keys of the sliding window first,
+then entries of a compressed cache, no list removing what the other holds too. Quantised entries are read from records
+of w bytes, which are exact in bf16, so weights are rounded to bf16 there.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import torch
 from torch import Tensor
 
 from .checks import expect_dtype, expect_positive, expect_shape
+from .config import CodeKind, PageLayout, RecordFormat, ScaleKind, TwoCaches
 from .numerics import CONTRACT, Numerics
+from .quant import dequantize
 
 
 def sparse_attn(
@@ -92,11 +97,8 @@ def sparse_attn_decode(
         q_thd: [t, h, d]; kv_pod: [p, o, d], pages may be further apart than o * d elements; the rest as in
         `sparse_attn`, with p * o in the place of s.
 
-    Rounding:
-        as `sparse_attn`.
-
     Edges:
-        as `sparse_attn`; slots that no list names may hold NaN.
+        as `sparse_attn`, its roundings too; slots that no list names may hold NaN.
 
     Raises:
         ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.
@@ -111,6 +113,121 @@ def sparse_attn_decode(
     return _attend(q_thd, keys_tkd, valid_tk, sink_h, scale=scale, value_dim=value_dim, dtype=dtype, num=num)
 
 
+def two_cache_attn(
+    q_thd: Tensor,
+    window_sd: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    *,
+    caches: TwoCaches,
+    dtype: torch.dtype = torch.bfloat16,
+    num: Numerics = CONTRACT,
+) -> tuple[Tensor, Tensor]:
+    """Prefill: window keys are bf16 rows (history, then this chunk), compressed keys are records.
+
+    Shapes:
+        q_thd: [t, h, d]; window_sd: [s, d], d = caches.main.channels; window_idx_tk: int32 [t, any], rows of window_sd;
+        main_pow: uint8 [p, o, w] pages of o records, any page stride; main_idx_tk: int32 [t, any], page * o + slot;
+        sink_h: fp32 [h] or None; returns out_thd [t, h, d] and lse_th [t, h].
+
+    Rounding:
+        softmax weights to bf16 (free scale), output to `dtype`, LSE to fp32. Reading a record is exact.
+
+    Edges:
+        as `sparse_attn`, for both lists; a NaN code or scale of a listed record comes out as NaN.
+
+    Raises:
+        ValueError: shapes disagree, or w is not the bytes of a record of `caches`.
+        TypeError: pages are not uint8, indices are not int32, the sink is not float32, or `dtype` is no storage dtype.
+    """
+    dims = {"d": caches.main.channels}
+    expect_shape("window_sd", window_sd, "sd", dims)
+    valid_tk, row_y = _listed("window_idx_tk", window_idx_tk, dims, q_thd, window_sd.shape[0])
+    window = valid_tk, _scatter(valid_tk, window_sd[row_y], num)
+    main = _record_keys("main", main_pow, main_idx_tk, caches.main, caches.layout, q_thd, num)
+    return _attend_two(q_thd, window, main, sink_h, scale=caches.scale, dtype=dtype, num=num)
+
+
+def two_cache_attn_decode(
+    q_thd: Tensor,
+    window_pow: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    *,
+    caches: TwoCaches,
+    dtype: torch.dtype = torch.bfloat16,
+    num: Numerics = CONTRACT,
+) -> tuple[Tensor, Tensor]:
+    """Decode: as `two_cache_attn`, but window keys are records of rings too; a ring is a page.
+
+    Shapes:
+        window_pow: uint8 [p, o, w], w = caches.window.record_bytes; window_idx_tk names page * o + slot.
+
+    Raises:
+        ValueError: shapes disagree, or w is not the bytes of a record of `caches`.
+        TypeError: pages are not uint8, indices are not int32, the sink is not float32, or `dtype` is no storage dtype.
+    """
+    window = _record_keys("window", window_pow, window_idx_tk, caches.window, caches.layout, q_thd, num)
+    main = _record_keys("main", main_pow, main_idx_tk, caches.main, caches.layout, q_thd, num)
+    return _attend_two(q_thd, window, main, sink_h, scale=caches.scale, dtype=dtype, num=num)
+
+
+def _attend_two(
+    q_thd: Tensor,
+    window: tuple[Tensor, Tensor],
+    main: tuple[Tensor, Tensor],
+    sink_h: Tensor | None,
+    *,
+    scale: float,
+    dtype: torch.dtype,
+    num: Numerics,
+) -> tuple[Tensor, Tensor]:
+    valid_tk, keys_tkd = (torch.cat([a, b], dim=1) for a, b in zip(window, main, strict=True))
+    if sink_h is not None:
+        expect_shape("sink_h", sink_h, "h", {"h": q_thd.shape[1]})
+        expect_dtype("sink_h", sink_h, torch.float32)
+    d = keys_tkd.shape[2]
+    return _attend(q_thd, keys_tkd, valid_tk, sink_h, scale=scale, value_dim=d, dtype=dtype, num=num, records=True)
+
+
+def _listed(name: str, idx_tk: Tensor, dims: dict[str, int], q_thd: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    expect_shape("q_thd", q_thd, "thd", dims)
+    expect_shape(name, idx_tk, "tk", {"t": dims["t"]})
+    expect_dtype(name, idx_tk, torch.int32)
+    return _entries(idx_tk, None, num_rows)
+
+
+def _record_keys(
+    name: str,
+    cache_pow: Tensor,
+    idx_tk: Tensor,
+    fmt: RecordFormat,
+    layout: PageLayout,
+    q_thd: Tensor,
+    num: Numerics,
+) -> tuple[Tensor, Tensor]:
+    """Which entries of the list are valid, and the values of their records in its places."""
+    dims = {"w": fmt.record_bytes}
+    expect_shape(f"{name}_pow", cache_pow, "pow", dims)
+    expect_dtype(f"{name}_pow", cache_pow, torch.uint8)
+    valid_tk, slot_y = _listed(f"{name}_idx_tk", idx_tk, {"d": fmt.channels}, q_thd, dims["p"] * dims["o"])
+    page_y, slot_y = slot_y // max(dims["o"], 1), slot_y % max(dims["o"], 1)
+    data, step = fmt.data_bytes, fmt.record_bytes
+    sectioned = layout is PageLayout.SECTIONED  # all codes of a page, then all scales
+    data_y = slot_y * (data if sectioned else step)
+    sf_y = dims["o"] * data + slot_y * (step - data) if sectioned else data_y + data
+    page_pb = cache_pow.flatten(1)
+    codes = page_pb[page_y[:, None], data_y[:, None] + torch.arange(data)]
+    sf = page_pb[page_y[:, None], sf_y[:, None] + torch.arange(step - data)]
+    sf = sf.view(torch.float8_e4m3fn) if fmt.quant.scale is ScaleKind.E4M3 else sf
+    codes = codes.view(torch.float8_e4m3fn) if fmt.quant.code is CodeKind.E4M3 else codes
+    return valid_tk, _scatter(valid_tk, dequantize(codes, sf, fmt=fmt.quant, num=num), num)
+
+
 def _attend(
     q_thd: Tensor,
     keys_tkd: Tensor,
@@ -121,6 +238,7 @@ def _attend(
     value_dim: int,
     dtype: torch.dtype,
     num: Numerics,
+    records: bool = False,
 ) -> tuple[Tensor, Tensor]:
     scores_thk = num.einsum("thd,tkd->thk", num.wide(q_thd), keys_tkd) * scale
     scores_thk = scores_thk.masked_fill(~valid_tk[:, None, :], -torch.inf)
@@ -129,7 +247,9 @@ def _attend(
 
     p_thk = torch.exp(scores_thk - max_th1)
     sum_th1 = num.sum(p_thk, dim=-1, keepdim=True)  # of the unrounded weights
-    acc_thu = num.einsum("thk,tku->thu", num.store(p_thk, dtype, free_scale=True), keys_tkd[..., :value_dim])
+    # records are bf16, and so are their weights, whatever the output is stored in
+    p_thk = num.store(p_thk, torch.bfloat16 if records else dtype, free_scale=True)
+    acc_thu = num.einsum("thk,tku->thu", p_thk, keys_tkd[..., :value_dim])
 
     denominator_th1 = sum_th1
     if sink_h is not None:

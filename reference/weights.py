@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .checks import expect_dtype, expect_shape
 from .config import EngramConfig, MhcConfig, MlaConfig
+from .csa2_config import Csa2Config
+from .topology import LayerMode
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,6 +164,87 @@ class EngramWeights:
             q_weight_nm=take("q_weight", config.streams, config.hidden),
             k_weight_nm=take("k_weight", config.streams, config.hidden),
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Csa2Weights:
+    """Weights of one CSA2 layer; `_q`, `_sf`: e4m3 codes and UE8M0 scales of 32 x 32 tiles. None where not owned."""
+
+    attn_norm_m: Tensor
+    wq_a_q: Tensor
+    wq_a_sf: Tensor
+    q_norm_a: Tensor
+    wq_b_q: Tensor  # [h * d, a]
+    wq_b_sf: Tensor
+    wkv_q: Tensor
+    wkv_sf: Tensor
+    kv_norm_d: Tensor
+    sink_h: Tensor
+    wo_a_q: Tensor  # [groups * rank, h * d / groups]
+    wo_a_sf: Tensor
+    wo_b_q: Tensor
+    wo_b_sf: Tensor
+    entry_value_dm: Tensor | None = None  # compressor
+    entry_gate_dm: Tensor | None = None  # ratio 2 only
+    entry_norm_d: Tensor | None = None
+    index_wk: Tensor | None = None  # [index width, d]
+    index_norm: Tensor | None = None
+    index_wq_q: Tensor | None = None  # [index heads * index width, a]
+    index_wq_sf: Tensor | None = None
+    index_head_hm: Tensor | None = None
+
+    def own(self, name: str) -> Tensor:
+        """A weight that not every layer has.
+
+        Raises:
+            ValueError: this layer has none.
+        """
+        found = getattr(self, name)
+        if found is None:
+            raise ValueError(f"weights: expected {name}, got a layer without it")
+        return found
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor], *, layer: int, config: Csa2Config) -> Csa2Weights:
+        """Take the tensors `layers.{layer}.attn.wq_a.weight` and so on; a scale stands beside its weight.
+
+        Raises:
+            ValueError: a name is missing or one that the layer does not own is there, or a shape is not of `config`.
+        """
+        map_, m, d = config.topology, config.hidden, config.head_dim
+        heads, a, mode = config.num_heads, config.q_rank, config.topology.mode(layer)
+        full, indexes = mode is LayerMode.FULL, mode in (LayerMode.FULL, LayerMode.REINDEX)
+        shapes: dict[str, tuple[bool, str, tuple[int, ...]]] = {
+            "attn_norm_m": (True, "attn_norm.weight", (m,)),
+            "q_norm_a": (True, "attn.q_norm.weight", (a,)),
+            "kv_norm_d": (True, "attn.kv_norm.weight", (d,)),
+            "sink_h": (True, "attn.attn_sink", (heads,)),
+            "entry_value_dm": (full, "attn.compressor.wkv.weight", (d, m)),
+            "entry_gate_dm": (full and map_.ratios[layer] > 1, "attn.compressor.wgate.weight", (d, m)),
+            "entry_norm_d": (full, "attn.compressor.norm.weight", (d,)),
+            "index_wk": (full, "attn.indexer.wk.weight", (map_.index_dim, d)),
+            "index_norm": (full, "attn.indexer.k_norm.weight", (map_.index_dim,)),
+            "index_head_hm": (indexes, "attn.indexer.weights_proj.weight", (map_.index_heads, m)),
+        }
+        for field, owned, name, rows, columns in (
+            ("wq_a", True, "attn.wq_a", a, m),
+            ("wq_b", True, "attn.wq_b", heads * d, a),
+            ("wkv", True, "attn.wkv", d, m),
+            ("wo_a", True, "attn.wo_a", config.o_groups * config.o_rank, heads * d // config.o_groups),
+            ("wo_b", True, "attn.wo_b", m, config.o_groups * config.o_rank),
+            ("index_wq", indexes, "attn.indexer.wq_b", map_.index_heads * map_.index_dim, a),
+        ):
+            shapes[f"{field}_q"] = (owned, f"{name}.weight", (rows, columns))
+            shapes[f"{field}_sf"] = (owned, f"{name}.scale", (-(-rows // 32), -(-columns // 32)))
+        found: dict[str, Tensor | None] = {}
+        for field, (owned, name, shape) in shapes.items():
+            tensor = state.get(f"layers.{layer}.{name}")
+            if (tensor is not None) != owned or (tensor is not None and tensor.shape != shape):
+                got = None if tensor is None else tuple(tensor.shape)
+                wanted = shape if owned else None
+                raise ValueError(f"state: expected layers.{layer}.{name} {wanted}, got {got}")
+            found[field] = tensor
+        return cls(**found)  # type: ignore[arg-type]
 
 
 def _take(state: Mapping[str, Tensor], prefix: str, name: str, *shape: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,12 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.sparse_attn import sparse_attn_decode_triton, sparse_attn_triton
+from deeptwin.optimized.sparse_attn import (
+    sparse_attn_decode_triton,
+    sparse_attn_triton,
+    two_cache_attn_decode_triton,
+    two_cache_attn_triton,
+)
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
+from deeptwin.parity.cards.sparse_attn import PairCase, draw_pair, draw_pair_decode
 from deeptwin.parity.outcome import Outcome, Status
+from deeptwin.reference.config import KV_FP4, KV_FP8, PageLayout, TwoCaches
+from deeptwin.reference.kv_cache import load_records, store_records
 from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC, Numerics
-from deeptwin.reference.sparse_attn import sparse_attn, sparse_attn_decode
+from deeptwin.reference.sparse_attn import sparse_attn, sparse_attn_decode, two_cache_attn, two_cache_attn_decode
 
 ALL_NUMERICS = pytest.mark.parametrize("num", [SEMANTIC, CONTRACT, RIVAL], ids=lambda num: num.name)
 NASTY = (-(2**31), -123456, -1, 2**31 - 1, 2_147_480_000)
@@ -248,6 +257,37 @@ def test_nothing_to_do(t: int, s: int, k: int) -> None:
     assert torch.equal(out, torch.zeros_like(out))
 
 
+@pytest.mark.parametrize("layout", PageLayout)
+def test_two_caches_are_one_list_of_what_the_records_hold(layout: PageLayout) -> None:
+    """528-byte and 288-byte records, written by the cache, against plain bf16 rows."""
+    window, main = (torch.full((3, o, w), 255, dtype=torch.uint8) for o, w in ((5, 528), (4, 288)))
+    store_records(window, draw(30, 9, 512), torch.arange(3, 12), layout=layout)
+    store_records(main, draw(31, 7, 512), torch.arange(7), layout=layout)
+    seen, picked = int32([[3, 11, -1], [-1, -1, -1]]), int32([[0, 6, -1, 2], [5, -1, 99, -1]])
+    caches = TwoCaches(window=KV_FP8, main=KV_FP4, layout=layout, scale=512**-0.5)
+    q, sink = draw(32, 2, 3, 512), f32([0.0, 1.0, -1.0])
+    rows = [load_records(x, torch.arange(x.shape[0] * x.shape[1]), layout=layout) for x in (window, main)]
+    both = torch.cat([seen, torch.where(picked < 0, -1, picked + 15)], 1).to(torch.int32)
+    expected = sparse_attn(q, torch.cat(rows), both, sink, None, scale=512**-0.5, value_dim=512)
+    decoded = two_cache_attn_decode(q, window, seen, main, picked, sink, caches=caches)
+    prefilled = two_cache_attn(q, rows[0], seen, main, picked, sink, caches=caches)
+    for a, b, c in zip(decoded, prefilled, expected, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_keys_of_both_caches_share_one_softmax_and_count_twice() -> None:
+    one = PairCase(tokens=1, heads=1, channels=32, window=1, main=1, ring=1, page=1, main_format="fp8", holes="none")
+    inputs = draw_pair_decode(one, np.random.Generator(np.random.Philox(9)))
+    inputs["main_pow"] = inputs["window_pow"].clone()  # the same key once more
+    inputs["main_idx_tk"] = inputs["window_idx_tk"].clone()
+    out, lse = two_cache_attn_decode(**inputs | {"sink_h": None, "dtype": torch.float32}, num=SEMANTIC)
+    alone = {"main_idx_tk": int32([[-1]]), "sink_h": None, "dtype": torch.float32}
+    single, single_lse = two_cache_attn_decode(**inputs | alone, num=SEMANTIC)
+    torch.testing.assert_close(out, single, rtol=1e-6, atol=0)
+    torch.testing.assert_close(lse, single_lse + math.log(2.0), rtol=1e-6, atol=1e-6)
+
+
 # parity with each candidate
 
 
@@ -351,3 +391,55 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
     wrong = (torch.empty(2, 3, 16, dtype=torch.bfloat16), torch.empty(2, 3, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"^out: "):
         sparse_attn_decode_triton(**arguments("kv_pod"), out=wrong)
+
+
+def pair(decode: bool) -> dict[str, Any]:
+    case, rng = PairCase(tokens=2, heads=2, channels=32), np.random.Generator(np.random.Philox(4))
+    return draw_pair_decode(case, rng) if decode else draw_pair(case, rng)
+
+
+PAIR_FUNCTIONS = [
+    (two_cache_attn, False),
+    (two_cache_attn_triton, False),
+    (two_cache_attn_decode, True),
+    (two_cache_attn_decode_triton, True),
+]
+
+
+@pytest.mark.parametrize(("function", "decode"), PAIR_FUNCTIONS)
+def test_two_caches_refuse_values(function: Callable[..., Any], decode: bool) -> None:
+    wide = torch.zeros(3, 8, 584, dtype=torch.uint8)  # records of V4
+    bad = {"main_pow": wide, "main_idx_tk": torch.zeros(3, 4, dtype=torch.int32), "sink_h": torch.zeros(3)}
+    bad |= {"window_pow": wide} if decode else {"window_sd": torch.zeros(3, 31).bfloat16()}
+    for name, value in bad.items():
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            function(**pair(decode) | {name: value})
+    with pytest.raises(ValueError, match=r"^main: "):
+        replace(pair(decode)["caches"], main=KV_FP4)
+
+
+@pytest.mark.parametrize(("function", "decode"), PAIR_FUNCTIONS)
+def test_two_caches_refuse_dtypes(function: Callable[..., Any], decode: bool) -> None:
+    inputs = pair(decode)
+    bad = {
+        "main_pow": inputs["main_pow"].to(torch.int8),
+        "main_idx_tk": inputs["main_idx_tk"].long(),
+        "sink_h": torch.zeros(2, dtype=torch.bfloat16),
+        "dtype": torch.float64,
+    }
+    for name, value in bad.items():
+        with pytest.raises(TypeError, match=f"^{name}: "):
+            function(**inputs | {name: value})
+
+
+def test_two_cache_kernels_decline_and_refuse_buffers() -> None:
+    pytest.importorskip("triton")
+    for function, decode in ((two_cache_attn_triton, False), (two_cache_attn_decode_triton, True)):
+        skewed = pair(decode)
+        skewed["q_thd"] = torch.zeros(2, 32, 2).bfloat16().mT
+        with pytest.raises(NotImplementedError, match=r"^q_thd: "):
+            function(**skewed)
+        with pytest.raises(ValueError, match=r"^out: "):
+            function(**pair(decode), out=(torch.empty(2, 2, 31).bfloat16(), torch.empty(2, 2)))
+        with pytest.raises(TypeError, match=r"^out: "):
+            function(**pair(decode), out=(torch.empty(2, 2, 32), torch.empty(2, 2)))

@@ -28,7 +28,10 @@ DSL = {"triton_ops": "triton", "tilelang_ops": "tilelang", "ascend_ops": "tilela
 # the repair of the interpreter is no kernel: it handles the interpreter's numpy arrays
 KERNEL_TOOLS = ("__init__", "interpreter", "interpreter_probe")
 NOT_IN_THE_PARENT = ("triton", "tilelang", "tvm", "tile_kernels", "transformers", "flash_mla", "deep_gemm")
-SHARED_WITH_OPTIMIZED = ("deeptwin.reference.config", "deeptwin.reference.checks", "deeptwin.reference.weights")
+# configurations, checks and containers: nothing that computes
+SHARED_WITH_OPTIMIZED = tuple(
+    f"deeptwin.reference.{name}" for name in ("config", "checks", "topology", "csa2_config", "csa2_state", "weights")
+)
 SECTIONS = ("Math", "Shapes", "Rounding", "Edges", "Raises", "Source")
 HEADINGS = (
     "properties of the reference",

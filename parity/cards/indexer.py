@@ -19,11 +19,11 @@ from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..relations import Context, Variant, batch_invariant, row_chunks
 from ..rules import Bitwise, Budget, Close, Codes, OneRounding, Rule
 
-MUTANTS = "deeptwin.parity.mutants.indexer"
+_mutant, _control = variants("indexer")
 U = 2.0**-20  # relative error of an honest fp32 product, norm or rotation before its rounding, with room
 RECORD = INDEX_FP4.record_bytes
 TABLE = rope_table(torch.arange(4096), rope_frequencies(RopeConfig(rope_dim=64, theta=160000.0, yarn=None)))
@@ -524,14 +524,6 @@ def _restricted_case(case: Any) -> bool:
     return few_calls(case) and case.blocks > 0
 
 
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"{MUTANTS}:{function}")
-
-
 def finite_rows(inputs: Inputs, context: Context) -> Iterator[Variant]:
     """`batch_invariant` with huge numbers where it has NaN: NaN is no input of a quantiser."""
     for variant in (*batch_invariant(inputs, context), *row_chunks(inputs, context)):
@@ -832,7 +824,9 @@ PAGED = Op(
     ),
     candidates=(
         Candidate(
-            name="triton", function="deeptwin.optimized.indexer:index_scores_paged_triton", lowered_declines=other_shapes
+            name="triton",
+            function="deeptwin.optimized.indexer:index_scores_paged_triton",
+            lowered_declines=other_shapes,
         ),
     ),
     builds=(

@@ -8,6 +8,10 @@ from itertools import product
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from deeptwin.reference.config import Q4K, Q8, PageLayout, RecordFormat, TwoCaches
+from deeptwin.reference.quant import dequantize, quantize
 
 from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
@@ -15,9 +19,10 @@ from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
 from ..relations import Context, Variant, row_chunks
-from ..rules import ATTENTION, LSE, Close
+from ..rules import ATTENTION, LSE, TWO_CACHES, Close
 
 _mutant, _control = variants("sparse_attn")
+_pair_mutant, _pair_control = variants("two_caches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +114,7 @@ def _keys(case: SparseCase, rng: np.random.Generator, dtype: torch.dtype) -> tor
     return kv * 2.0**-60 if case.regime == "tiny" else kv
 
 
-def _punch(case: SparseCase, rng: np.random.Generator, row: np.ndarray) -> None:
+def _punch(case: SparseCase | PairCase, rng: np.random.Generator, row: np.ndarray) -> None:
     if case.holes == "some":
         row[rng.permutation(row.size)[: row.size // 8]] = -1
     elif case.holes == "leading":
@@ -118,10 +123,10 @@ def _punch(case: SparseCase, rng: np.random.Generator, row: np.ndarray) -> None:
         row[:] = -1
     elif case.holes == "bad":
         where = rng.permutation(row.size)[: row.size // 4]
-        row[where] = rng.choice([*draws.BAD_INDICES, case.keys + 10**6], where.size)
+        row[where] = rng.choice([*draws.BAD_INDICES, 2 * 10**6], where.size)
 
 
-def _sink(case: SparseCase, rng: np.random.Generator) -> torch.Tensor | None:
+def _sink(case: SparseCase | PairCase, rng: np.random.Generator) -> torch.Tensor | None:
     if case.sink == "none":
         return None
     sink = draws.normal(rng, case.heads, dtype=torch.float32, scale=2.0)
@@ -274,6 +279,231 @@ def golden_cases() -> list[SparseCase]:
 def golden_cases_decode() -> list[SparseCase]:
     """One paged case."""
     return [SparseCase(tokens=2, heads=4, dim=16, value_dim=16, keys=24, topk=9, page=5, lengths="mixed")]
+
+
+# two caches
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairCase:
+    """`window` and `main` list entries; rings of `ring` records, pages of `page` records."""
+
+    tokens: int
+    heads: int = 4
+    channels: int = 64
+    window: int = 20
+    main: int = 50
+    ring: int = 10
+    page: int = 8
+    main_format: str = "fp4"
+    layout: str = "interleaved"
+    dtype: str = "bf16"
+    regime: str = "normal"
+    sink: str = "normal"
+    holes: str = "some"  # none, some, leading, all, bad
+
+    @property
+    def id(self) -> str:
+        shape = f"t{self.tokens}-h{self.heads}-d{self.channels}-w{self.window}r{self.ring}-m{self.main}p{self.page}"
+        how = f"{self.main_format}-{self.layout}-{self.dtype}-{self.regime}"
+        return f"{shape}-{how}-sink_{self.sink}-holes_{self.holes}"
+
+    @property
+    def caches(self) -> TwoCaches:
+        """Formats and layout; 512 channels are the records of V4.1."""
+        fp8 = RecordFormat(name="kv_fp8", channels=self.channels, quant=Q8)
+        fp4 = RecordFormat(name="kv_fp4", channels=self.channels, quant=Q4K)
+        main = fp4 if self.main_format == "fp4" else fp8
+        return TwoCaches(window=fp8, main=main, layout=PageLayout(self.layout), scale=self.channels**-0.5)
+
+
+def draw_pair_decode(case: PairCase, rng: np.random.Generator) -> Inputs:
+    """Rings and pages further apart than they are long; records that no list names hold 0xFF, NaN in code and scale."""
+    caches = case.caches
+    q = draws.normal(rng, case.tokens, case.heads, case.channels, dtype=torch.bfloat16, scale=_query_scale(case.regime))
+    window, window_idx = _drawn_cache(case, rng, case.window, case.ring, caches.window)
+    main, main_idx = _drawn_cache(case, rng, case.main, case.page, caches.main)
+    return {
+        "q_thd": draws.strided(q, pad=8),
+        "window_pow": window,
+        "window_idx_tk": window_idx,
+        "main_pow": main,
+        "main_idx_tk": main_idx,
+        "sink_h": _sink(case, rng),
+        "caches": caches,
+        "dtype": draws.DTYPES[case.dtype],
+    }
+
+
+def draw_pair(case: PairCase, rng: np.random.Generator) -> Inputs:
+    """The same with the rings as bf16 rows, NaN where a record is."""
+    return _with_rows(draw_pair_decode(case, rng))
+
+
+def _with_rows(inputs: Inputs) -> Inputs:
+    rows = _values(inputs["window_pow"], inputs["caches"].window, inputs["caches"].layout)
+    swapped = {("window_sd" if name == "window_pow" else name): value for name, value in inputs.items()}
+    return swapped | {"window_sd": rows}
+
+
+def _drawn_cache(
+    case: PairCase, rng: np.random.Generator, entries: int, page: int, fmt: RecordFormat
+) -> tuple[Tensor, Tensor]:
+    count = max(entries * 2, 1) if case.main or case.window else 1
+    pages = -(-count // page) + 1
+    slots = draws.distinct(rng, pages * page, max(entries, 1))
+    mean = 1.0 if case.regime == "mean1" else 0.0
+    x = draws.normal(rng, len(slots), fmt.channels, dtype=torch.bfloat16, mean=mean)
+    if case.regime == "ties":
+        x[:] = x[:1].clone()
+    x *= 2.0**-60 if case.regime == "tiny" else 1.0
+    codes, sf = (part.view(torch.uint8) for part in quantize(x, fmt=fmt.quant))
+    if case.regime == "nankey":
+        sf[0, -1] = 255  # a NaN scale in either format
+    cache = draws.poisoned(pages, page * fmt.record_bytes + 32, dtype=torch.uint8)[:, : page * fmt.record_bytes]
+    where, at = (torch.from_numpy(v) for v in (slots // page, slots % page))
+    if case.layout == "interleaved":
+        cache.unflatten(1, (page, -1))[where, at] = torch.cat([codes, sf], 1)
+    else:
+        data = page * fmt.data_bytes
+        cache[:, :data].unflatten(1, (page, -1))[where, at] = codes
+        cache[:, data:].unflatten(1, (page, -1))[where, at] = sf
+    lists = np.full((case.tokens, entries), -1, dtype=np.int64)
+    for row in lists:
+        row[:] = rng.permutation(slots)[:entries] if entries else row
+        if case.holes == "bad" and entries:
+            bad = rng.permutation(entries)[: entries // 4]
+            row[bad] = rng.choice([*draws.BAD_INDICES, pages * page, pages * page + 7], bad.size)
+        elif entries:
+            _punch(case, rng, row)
+    return cache.unflatten(1, (page, fmt.record_bytes)), torch.from_numpy(lists.astype(np.int32))
+
+
+def _values(cache_pow: Tensor, fmt: RecordFormat, layout: PageLayout) -> Tensor:
+    """Every record of a cache as a bf16 row."""
+    pages, page, width = cache_pow.shape
+    data = fmt.data_bytes
+    if layout is PageLayout.INTERLEAVED:
+        codes, sf = cache_pow.reshape(-1, width).split([data, width - data], 1)
+    else:
+        parts = cache_pow.reshape(pages, -1).split([page * data, page * (width - data)], 1)
+        codes, sf = (part.reshape(pages * page, -1) for part in parts)
+    if fmt.quant == Q8:
+        return dequantize(codes.contiguous().view(torch.float8_e4m3fn), sf, fmt=Q8).to(torch.bfloat16)
+    return dequantize(codes, sf.contiguous().view(torch.float8_e4m3fn), fmt=fmt.quant).to(torch.bfloat16)
+
+
+PAIR = PairCase(tokens=3)
+
+
+def cases_pair_decode(full: bool) -> list[PairCase]:
+    """Regimes, arrangements, formats, edges of both lists, one production row."""
+    base = PAIR
+    found = [_pair(base, regime=r) for r in (*REGIMES, "zeros", "ties", "tiny")]
+    found += [
+        _pair(base, layout="sectioned", main=20, window=5),
+        _pair(base, tokens=9, regime="mean1", dtype="fp32"),
+        _pair(base, regime="peaked", dtype="fp32", layout="sectioned"),
+        _pair(base, main_format="fp8"),
+        _pair(base, main_format="fp8", layout="sectioned", heads=5, regime="mean1"),
+        _pair(base, tokens=0),
+        _pair(base, tokens=1, heads=1, window=1, main=1, ring=1, page=1, holes="none"),
+        _pair(base, window=0),
+        _pair(base, main=0, holes="none"),
+        _pair(base, window=64, main=65, ring=134, page=64, tokens=1),
+        _pair(base, window=65, main=130, ring=7, page=53, tokens=1, holes="leading"),
+        _pair(base, holes="bad"),
+        _pair(base, holes="all"),
+        _pair(base, holes="all", sink="none"),
+        _pair(base, sink="none"),
+        _pair(base, sink="extreme", heads=8),
+        _pair(base, regime="nankey"),
+        PairCase(tokens=1, heads=64, channels=512, window=128, main=512, ring=134, page=64),
+    ]
+    if full:
+        found += [
+            _pair(base, regime=r, layout=y, main_format=f, dtype=d)
+            for r, y, f, d in product(REGIMES, ("interleaved", "sectioned"), ("fp4", "fp8"), ("bf16", "fp32"))
+        ]
+        found += [
+            PairCase(
+                tokens=2, heads=64, channels=512, window=128, main=512, ring=134, page=128, regime=r, layout="sectioned"
+            )
+            for r in REGIMES
+        ]
+    return list({case.id: case for case in found}.values())
+
+
+def cases_pair(full: bool) -> list[PairCase]:
+    """Regimes and edges with bf16 window rows."""
+    base = PAIR
+    found = [_pair(base, regime=r) for r in REGIMES]
+    found += [
+        _pair(base, tokens=9, layout="sectioned", dtype="fp32"),
+        _pair(base, main_format="fp8"),
+        _pair(base, tokens=0),
+        _pair(base, window=0),
+        _pair(base, window=65, main=70, tokens=2, holes="leading"),
+        _pair(base, holes="bad", sink="extreme", heads=8, layout="sectioned"),
+        _pair(base, holes="all"),
+        _pair(base, regime="nankey"),
+    ]
+    if full:
+        found += [_pair(base, regime=r, main=m, sink=s) for r, m, s in product(REGIMES, (1, 64), ("normal", "none"))]
+    return list({case.id: case for case in found}.values())
+
+
+def _pair(case: PairCase, **changes: object) -> PairCase:
+    return replace(case, **changes)  # type: ignore[arg-type]
+
+
+def pair_holes(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """Holes appended to the main list."""
+    for extra in (1, 70):
+        pad = torch.full((inputs["q_thd"].shape[0], extra), -1, dtype=torch.int32)
+        main = {"main_idx_tk": torch.cat([inputs["main_idx_tk"], pad], 1)}
+        yield Variant(label=f"{extra} holes behind the main list", calls=(inputs | main,))
+
+
+def pair_unlisted(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """Bytes of main records that no list names change from 0xFF to zero."""
+    caches, lists = inputs["caches"], inputs["main_idx_tk"].to(torch.int64)
+    pages, page, width = inputs["main_pow"].shape
+    unnamed = torch.ones(pages * page, dtype=torch.bool)
+    unnamed[lists[(lists >= 0) & (lists < pages * page)]] = False
+    flat = inputs["main_pow"].reshape(pages, -1).clone()
+    if caches.layout is PageLayout.INTERLEAVED:
+        flat.unflatten(1, (page, width))[unnamed.view(pages, page)] = 0
+    else:
+        data = page * caches.main.data_bytes
+        flat[:, :data].unflatten(1, (page, -1))[unnamed.view(pages, page)] = 0
+        flat[:, data:].unflatten(1, (page, -1))[unnamed.view(pages, page)] = 0
+    yield Variant(label="unlisted records zero", calls=(inputs | {"main_pow": flat.view(pages, page, width)},))
+
+
+def pair_pages(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """The pages of the main cache in another order, its list renumbered."""
+    moved = permute_pages({"kv_pod": inputs["main_pow"], "idx_tk": inputs["main_idx_tk"]}, context)
+    for variant in moved:
+        call = variant.calls[0]
+        yield replace(variant, calls=(inputs | {"main_pow": call["kv_pod"], "main_idx_tk": call["idx_tk"]},))
+
+
+def pair_as_prefill(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """The prefill operation on the rows that the rings hold."""
+    yield Variant(label="prefill", calls=(_with_rows(inputs),))
+
+
+def golden_pair() -> list[PairCase]:
+    """Both main formats."""
+    small = PairCase(tokens=2, heads=2, channels=32, window=5, main=9, ring=5, page=4)
+    return [small, _pair(small, main_format="fp8", dtype="fp32")]
+
+
+def golden_pair_decode() -> list[PairCase]:
+    """Both arrangements, bad entries."""
+    small = PairCase(tokens=2, heads=2, channels=32, window=5, main=9, ring=5, page=4)
+    return [small, _pair(small, layout="sectioned", holes="bad", sink="extreme")]
 
 
 OUTPUTS = (Output(name="out_thu", rule=ATTENTION), Output(name="lse_th", rule=LSE, dtype=torch.float32))
@@ -469,6 +699,125 @@ DECODE = Op(
     golden=golden_cases_decode,
 )
 
+
+def plain_pair(case: PairCase) -> bool:
+    """Relations on small plain cases."""
+    return case.regime == "normal" and case.channels <= 64 and case.tokens > 0 and case.holes in ("some", "bad")
+
+
+def few_pair(case: PairCase) -> bool:
+    """Relations that make many calls."""
+    return plain_pair(case) and case.tokens == 3 and case.window * case.main > 0 and case.sink == "normal"
+
+
+PAIR_OUTPUTS = (Output(name="out_thd", rule=TWO_CACHES), Output(name="lse_th", rule=LSE, dtype=torch.float32))
+PAIR_ROWS = {"q_thd": 0, "window_idx_tk": 0, "main_idx_tk": 0}
+PAIR_OUT_ROWS = {"out_thd": 0, "lse_th": 0}
+
+# 240 on sm90 with triton 3.8; a block of keys, decoded in registers, stands beside 128 registers of accumulator
+_DECODED = "the accumulator fills half of the register file, decoded keys spill once a block"
+DECODED = {
+    "sm90": Expect(mma="wgmma", max_stack=256, reason=_DECODED),
+    "sm100": Expect(mma="tcgen05", max_stack=32, reason=_DECODED),
+}
+
+TWO_PREFILL = Op(
+    name="two_cache_attn",
+    reference="deeptwin.reference.sparse_attn:two_cache_attn",
+    outputs=PAIR_OUTPUTS,
+    cases=cases_pair,
+    draw=draw_pair,
+    rows=PAIR_ROWS,
+    out_rows=PAIR_OUT_ROWS,
+    relations=(
+        Relation(name="batch_invariant", axis="query tokens", only=few_pair),
+        Relation(name="chunk_invariant", axis="query chunks", hook=row_chunks, only=few_pair),
+    ),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.sparse_attn:two_cache_attn_triton"),),
+    builds=(
+        BuildCase(
+            name="h64-d512",
+            kernel="deeptwin.kernels.triton_ops.two_cache:_attend_two_caches",
+            launch="deeptwin.parity.builds.launches.sparse_attn:two_prefill_h64",
+            expect=DECODED | MATRIX,
+        ),
+    ),
+    mutants=(
+        _pair_mutant("two_softmaxes", "U02", "each cache has a softmax of its own"),
+        _pair_mutant("sink_in_each_cache", "U78", "the sink is counted once for each cache"),
+        _pair_mutant("sink_scaled", "U78", "the sink is multiplied by the softmax scale"),
+        _pair_mutant("duplicates_dropped", "U08", "an index that stands in both lists is attended once"),
+        _pair_mutant("value_without_rotary_channels", "U30", "the rotary channels of the key are no value"),
+        _pair_mutant("main_cache_skipped", "U28", "the compressed entries are never read"),
+        _pair_mutant("last_main_entry_lost", "U01", "the last entry of the main list is lost"),
+    ),
+    controls=(_pair_control("right_prefill"),),
+    golden=golden_pair,
+)
+
+TWO_DECODE = Op(
+    name="two_cache_attn_decode",
+    reference="deeptwin.reference.sparse_attn:two_cache_attn_decode",
+    outputs=PAIR_OUTPUTS,
+    cases=cases_pair_decode,
+    draw=draw_pair_decode,
+    rows=PAIR_ROWS,
+    out_rows=PAIR_OUT_ROWS,
+    relations=(
+        Relation(name="batch_invariant", axis="query tokens", only=few_pair),
+        Relation(name="run_to_run", axis="repeats", only=few_pair),
+        Relation(name="page_permutation", axis="pages", hook=pair_pages, only=few_pair),
+        Relation(
+            name="decode_equals_prefill",
+            axis="path",
+            hook=pair_as_prefill,
+            partner="two_cache_attn",
+            only=plain_pair,
+        ),
+        Relation(name="masked_equals_absent", axis="list entries", hook=pair_holes, only=few_pair),
+        Relation(name="causality", axis="unlisted records", hook=pair_unlisted, only=plain_pair),
+    ),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_triton"),),
+    builds=(
+        BuildCase(
+            name="h64-d512",
+            kernel="deeptwin.kernels.triton_ops.two_cache:_attend_two_caches",
+            launch="deeptwin.parity.builds.launches.sparse_attn:two_decode_h64",
+            expect=DECODED | MATRIX,
+        ),
+        BuildCase(
+            name="h64-d512-fp8-sectioned",
+            kernel="deeptwin.kernels.triton_ops.two_cache:_attend_two_caches",
+            launch="deeptwin.parity.builds.launches.sparse_attn:two_decode_h64_fp8",
+            expect=DECODED | MATRIX,
+        ),
+    ),
+    mutants=(
+        _pair_mutant("arrangements_mixed_up", "U23", "interleaved pages are read as sectioned ones"),
+        _pair_mutant("page_stride_ignored", "U22", "pages are read as if they were contiguous"),
+        _pair_mutant("nibbles_swapped", "U57", "element 0 is taken from the high nibble"),
+        _pair_mutant("signs_lost", "U60", "the sign bit of e2m1 codes is lost"),
+        _pair_mutant("scale_byte_as_exponent", "U53", "an e4m3 scale byte is taken for a power of two"),
+        _pair_mutant("one_scale_a_record", "U23", "the first scale of a record serves all its groups"),
+        _pair_mutant("window_exponent_off_by_one", "U52", "UE8M0 exponents are biased by 126"),
+        _pair_mutant("lists_swapped", "U29", "each list is looked up in the other cache"),
+        _pair_mutant("main_bounded_by_the_window", "U08", "main entries beyond the size of the window are holes"),
+        _pair_mutant("hole_reads_the_last_record", "U79", "index −1 wraps to the last record"),
+        _pair_mutant("hole_times_nan", "U74", "a masked gather computes 0 · NaN"),
+        _pair_mutant("empty_row_unwritten", "U75", "a row without keys is left unwritten"),
+        _pair_mutant("first_lists_for_all", "U09", "every token uses the lists of the first"),
+        _pair_mutant("weights_truncated", "R1", "softmax weights truncated to bf16"),
+        _pair_mutant("split_depends_on_batch", "U73", "the split of the lists depends on the batch"),
+    ),
+    controls=(
+        _pair_control("right_decode"),
+        _pair_control("right_decode_block_128"),
+        _pair_control("right_decode_backwards"),
+        _pair_control("right_decode_lazy_maximum"),
+    ),
+    golden=golden_pair_decode,
+)
+
 CARD = Card(
     component="sparse_attn",
     summary="attention over index lists, shared key/value rows, sink, paged cache",
@@ -480,8 +829,10 @@ CARD = Card(
         "empty row": "out exactly 0, LSE −inf",
         "NaN": "a NaN in a listed row comes out as NaN; unlisted rows may hold NaN",
         "layout": "bf16 rows [s, d] or pages [p, o, d] with any page stride, physical slot = page · o + slot",
+        "records": "uint8 pages [p, o, w], interleaved or sectioned, FP8 (528 B) or FP4 (288 B) at 512 channels",
+        "two caches": "window list, then main list, one softmax, duplicates kept; weights bf16, out bf16 or fp32",
     },
-    ops=(PREFILL, DECODE),
+    ops=(PREFILL, DECODE, TWO_PREFILL, TWO_DECODE),
     equivalents=(
         Equivalent(
             name="block size, block order, lazy maximum",

@@ -27,6 +27,7 @@ class Faults:
     sink: str = "add"  # add, ignore, scaled, in_maximum, base2_early
     lse: str = "natural"  # natural, base2, with_sink
     output: str = "nearest"  # nearest, truncated, up
+    stored: torch.dtype | None = None  # of the output, where it is not that of the weights
     holes: str = "masked"  # masked, wrap, zero_times_row, read_row_0
     lengths: str = "used"  # used, ignored
     empty: str = "zero"  # zero, nan, stale
@@ -79,7 +80,7 @@ def emulate(
         acc = acc + _product("thk,tkd->thd", _round_weights(faults, p, dtype), k[..., :value_dim])
         acc = acc.to(faults.accumulator).float()
         top = new
-    return _finish(faults, acc, top, total, sink_h, scale, dtype)
+    return _finish(faults, acc, top, total, sink_h, scale, faults.stored or dtype)
 
 
 def _product(equation: str, a: Tensor, b: Tensor) -> Tensor:

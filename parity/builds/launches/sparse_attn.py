@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from deeptwin.optimized.sparse_attn import sparse_attn_decode_triton, sparse_attn_triton
+from deeptwin.optimized.sparse_attn import (
+    sparse_attn_decode_triton,
+    sparse_attn_triton,
+    two_cache_attn_decode_triton,
+    two_cache_attn_triton,
+)
+from deeptwin.reference.config import KV_FP4, KV_FP8, PageLayout, RecordFormat, TwoCaches
 
 KEYS, PAGES, PAGE = 8192, 512, 64
 
@@ -67,3 +73,42 @@ def decode_h64_d512() -> None:
 def decode_h128_d576() -> None:
     """V3.2 decode, two splits."""
     _decode(64, 128, 576, 2048, sink=False)
+
+
+def _caches(main: RecordFormat, layout: PageLayout) -> TwoCaches:
+    return TwoCaches(window=KV_FP8, main=main, layout=layout, scale=512**-0.5)
+
+
+def two_prefill_h64() -> None:
+    """V4.1 prefill: window rows in bf16, FP4 entries."""
+    two_cache_attn_triton(
+        torch.empty(1024, 64, 512, dtype=torch.bfloat16),
+        torch.empty(KEYS, 512, dtype=torch.bfloat16),
+        torch.empty(1024, 128, dtype=torch.int32),
+        torch.empty(PAGES, PAGE, 288, dtype=torch.uint8),
+        torch.empty(1024, 512, dtype=torch.int32),
+        torch.empty(64),
+        caches=_caches(KV_FP4, PageLayout.INTERLEAVED),
+    )
+
+
+def _two_decode(main: RecordFormat, layout: PageLayout) -> None:
+    two_cache_attn_decode_triton(
+        torch.empty(64, 64, 512, dtype=torch.bfloat16),
+        torch.empty(65, 134, 528, dtype=torch.uint8),
+        torch.empty(64, 128, dtype=torch.int32),
+        torch.empty(PAGES, PAGE, main.record_bytes, dtype=torch.uint8),
+        torch.empty(64, 512, dtype=torch.int32),
+        torch.empty(64),
+        caches=_caches(main, layout),
+    )
+
+
+def two_decode_h64() -> None:
+    """V4.1 decode: FP8 rings, FP4 entries, as DeepInfer lays them out."""
+    _two_decode(KV_FP4, PageLayout.INTERLEAVED)
+
+
+def two_decode_h64_fp8() -> None:
+    """The MXFP8 option of the main cache, in sectioned pages."""
+    _two_decode(KV_FP8, PageLayout.SECTIONED)
