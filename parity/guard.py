@@ -87,7 +87,8 @@ class Call:
         self.device = device
         self.parameters = accepted_parameters(function, op)
         self.is_reference = function is resolve(op.reference)
-        self.has_out = "out" in self.parameters and op.writes is None
+        self.returned = [output.name for output in op.outputs][0 if op.writes is None else 1 :]
+        self.has_out = "out" in self.parameters and bool(self.returned)
 
     def __call__(self, inputs: Inputs, *, out_like: Outputs | None = None) -> Outputs:
         """Run once. With `out_like` (outputs of an earlier call) the results go to guarded, poisoned buffers."""
@@ -101,7 +102,7 @@ class Call:
             del arguments["dtype"]
         buffers: list[GuardedTensor] = []
         if out_like is not None and self.has_out:
-            buffers = [GuardedTensor.poisoned_like(name, like) for name, like in out_like.items()]
+            buffers = [GuardedTensor.poisoned_like(name, out_like[name]) for name in self.returned]
             views = tuple(buffer.view for buffer in buffers)
             arguments["out"] = views if len(views) > 1 else views[0]
         result = self.function(**arguments)
@@ -136,9 +137,10 @@ class Call:
         self, result: Any, arguments: Inputs, guarded: list[GuardedTensor], buffers: list[GuardedTensor]
     ) -> Outputs:
         names = [output.name for output in self.op.outputs]
-        if self.op.writes is not None:
-            result = next(tensor.view for tensor in guarded if tensor.name == self.op.writes)
         values = result if isinstance(result, tuple) else (result,)
+        if self.op.writes is not None:
+            written = next(tensor.view for tensor in guarded if tensor.name == self.op.writes)
+            values = (written, *values) if self.returned else (written,)
         if len(values) != len(names):
             raise ContractViolation(f"returned {len(values)} values, expected {len(names)}: {', '.join(names)}")
         owned = {tensor.buffer.untyped_storage().data_ptr(): tensor.name for tensor in guarded}
@@ -148,7 +150,7 @@ class Call:
             if value.device.type != self.device:
                 raise ContractViolation(f"{name}: expected device {self.device}, got {value.device}")
             source = owned.get(value.untyped_storage().data_ptr()) if value.numel() else None
-            if source is not None and self.op.writes is None:
+            if source is not None and name in self.returned:
                 raise ContractViolation(f"{name}: is a view of the input {source}")
         outputs = {name: value.detach() for name, value in zip(names, values, strict=True)}
         if self.is_reference:

@@ -44,9 +44,9 @@ class OracleSet:
             result = function(**arguments)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise BadCase(f"the reference refuses this case: {error}") from error
-        if self.op.writes is not None:
-            result = arguments[self.op.writes]
         values = result if isinstance(result, tuple) else (result,)
+        if self.op.writes is not None:
+            values = (arguments[self.op.writes], *values)[: len(self.op.outputs)]
         return dict(zip((output.name for output in self.op.outputs), values, strict=True))
 
     @cached_property

@@ -126,8 +126,8 @@ def _select(x: Tensor, axis: int, index: Tensor) -> Tensor:
 
 
 def num_rows(inputs: Inputs, op: Op) -> int:
-    """Size of the batch axis."""
-    return next(inputs[name].shape[axis] for name, axis in op.rows.items() if inputs[name] is not None)
+    """Size of the batch axis; 0 where the operation declares none."""
+    return next((inputs[name].shape[axis] for name, axis in op.rows.items() if inputs[name] is not None), 0)
 
 
 def row_bytes(inputs: Inputs, op: Op) -> int:
@@ -260,9 +260,25 @@ def layout_round_trip(call: CallFn, inputs: Inputs, context: Context) -> Finding
     return Finding(status="bit-equal", variants=1)
 
 
+def chained(call: CallFn, inputs: Inputs, context: Context) -> Finding:
+    """Calls that depend on one another (state): the hook makes them and yields (label, got, expected)."""
+    assert context.relation.hook is not None
+    count = 0
+    for label, got, expected in context.relation.hook(inputs, call, context):
+        count += 1
+        problem = first_difference(got, expected)
+        if problem:
+            return Finding(status="differs", detail=f"{label}: {problem}", variants=count)
+    if count == 0:
+        return Finding(status="differs", detail="the relation produced no variant for this case", variants=0)
+    return Finding(status="bit-equal", variants=count)
+
+
 CHECKS: dict[str, Callable[[CallFn, Inputs, Context], Finding]] = {
     "changed_slots": changed_slots,
     "layout_round_trip": layout_round_trip,
+    "split_invariant": chained,
+    "rollback_equals_serial": chained,
 }
 
 

@@ -27,7 +27,7 @@ def rope_launch(num_heads: int, rotary_dim: int) -> RopeLaunch:
 
 
 @triton.jit
-def _difference_of_products(a, b, c, d):
+def difference_of_products(a, b, c, d):
     """a * b - c * d for bf16 or fp16 values a, c and fp32 b, d: right to 2 ulp of fp32 even where it cancels.
 
     b and d are cut into 12 high and 12 low bits, so every product is exact and contraction to fma changes nothing.
@@ -83,8 +83,8 @@ def _rope(
     y_ptrs = y_ptr + (token * num_heads + head) * head_dim
     u = tl.load(x_ptrs + first * stride_xd, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(x_ptrs + second * stride_xd, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptrs + first, _difference_of_products(u, cos, v, sin).to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptrs + second, _difference_of_products(u, sin, v * -1.0, cos).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs + first, difference_of_products(u, cos, v, sin).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs + second, difference_of_products(u, sin, v * -1.0, cos).to(y_ptr.dtype.element_ty), mask=mask)
     # 3. the other channels
     rest = head_dim - 2 * HALF
     for offset in range(0, rest, BLOCK_REST):
