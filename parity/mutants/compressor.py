@@ -18,7 +18,7 @@ class Faults:
     """What pooling and its state do wrong; the default is right. `form` is an honest choice."""
 
     form: str = "divide_last"  # divide_last, divide_first, running, two_term
-    form_by_batch: bool = False
+    nudged_by_batch: bool = False  # odd batches differ in the last bit of one element
     softmax: str = "channel"  # channel, token, none, base_2
     maximum: bool = True
     logits: torch.dtype = torch.float32
@@ -50,7 +50,7 @@ def _exp(x: Tensor) -> Tensor:
     return torch.exp(x.double()).float()
 
 
-def _pool(faults: Faults, z: Tensor, v: Tensor, form: str) -> Tensor:
+def _pool(faults: Faults, z: Tensor, v: Tensor) -> Tensor:
     """Softmax-weighted sums of [y, i, c]."""
     z, v = z.to(faults.logits).float(), v.to(faults.values).float()
     if faults.softmax == "token":
@@ -60,16 +60,16 @@ def _pool(faults: Faults, z: Tensor, v: Tensor, form: str) -> Tensor:
     elif faults.softmax == "base_2":
         z = (z.double() * 0.6931471805599453).float()
     top = z.amax(1, keepdim=True) if faults.maximum else torch.zeros(())
-    if form == "two_term" and z.shape[1] == 2:
+    if faults.form == "two_term" and z.shape[1] == 2:
         e = _exp(-(z[:, 0] - z[:, 1]).abs())
         first = z[:, 0] >= z[:, 1]
         one = torch.ones_like(e)
         return (v[:, 0] * torch.where(first, one, e) + v[:, 1] * torch.where(first, e, one)) / (one + e)
-    if form == "running":
+    if faults.form == "running":
         return _running(z, v)
     e = _exp(z - top)
     total = e.double().sum(1).float()
-    if form == "divide_first":
+    if faults.form == "divide_first":
         e = (e / total[:, None]).to(faults.weights).float()
         return (e * v).double().sum(1).float()
     return (e.to(faults.weights).float() * v).double().sum(1).float() / total
@@ -184,7 +184,6 @@ def _one(
     start: int,
     config: CompressorConfig,
     neighbour: tuple[Tensor, Tensor] | None,
-    form: str,
 ) -> Entries:
     """Entries of one sequence; its ring is updated."""
     value, gate, bias = rows
@@ -194,7 +193,7 @@ def _one(
     if ring is not None and faults.park == "before_reading":
         _park(faults, seq, gate if gate is not None else z, value, ring, config)
     entries, zs, vs = _windows(faults, seq, config)
-    m = _rounded(faults, _pool(faults, zs, vs, form)) if len(entries) else value.new_zeros(0, zs.shape[2]).bfloat16()
+    m = _rounded(faults, _pool(faults, zs, vs)) if len(entries) else value.new_zeros(0, zs.shape[2]).bfloat16()
     if ring is not None and faults.park not in ("never", "before_reading"):
         target = state[0] if faults.park == "every_slot_0" and state is not None else ring
         _park(faults, seq, gate if gate is not None else z, value, target, config)
@@ -213,16 +212,14 @@ def _nothing(faults: Faults, value: Tensor, channels: int) -> Tensor:
     return torch.zeros(1, channels, dtype=torch.bfloat16)
 
 
-def _finished(faults: Faults, m: Tensor, entry: Tensor) -> Entries:
+def _finished(faults: Faults, m: Tensor, entry: Tensor, batch: int) -> Entries:
     global _calls
+    if faults.nudged_by_batch and batch % 2 and m.numel():
+        m.view(torch.int16).view(-1)[0] += 1
     if faults.counter and m.numel():
         _calls += 1
         m.view(-1)[0] += _calls * 2.0**-6
     return m, entry
-
-
-def _form(faults: Faults, count: int) -> str:
-    return "divide_first" if faults.form_by_batch and count % 2 else faults.form
 
 
 def chunk_with(
@@ -251,14 +248,15 @@ def chunk_with(
             numbers.append(torch.full((count,), -1, dtype=torch.int32))
             continue
         slot = slots[0] if faults.slots == "of_first" and slots[0] >= 0 else slot
-        m, number = _one(faults, own, state, slot, start, config, last, _form(faults, len(slots)))
+        m, number = _one(faults, own, state, slot, start, config, last)
         if not len(number):
             m, number = _nothing(faults, own[0], channels), torch.full((1,), -1, dtype=torch.int32)
         ms.append(m)
         numbers.append(number)
         last = (own[1] if own[1] is not None else torch.zeros_like(own[0]), own[0])
     empty = torch.zeros(0, channels, dtype=torch.bfloat16)
-    return _finished(faults, torch.cat([empty, *ms]), torch.cat([torch.zeros(0, dtype=torch.int32), *numbers]))
+    entry = torch.cat([torch.zeros(0, dtype=torch.int32), *numbers])
+    return _finished(faults, torch.cat([empty, *ms]), entry, len(slots))
 
 
 def compress_with(faults: Faults) -> Callable[..., Entries]:
@@ -330,7 +328,7 @@ def decode_with(faults: Faults) -> Callable[..., Entries]:
                 start = int(position_t[first])
                 # a stale token reads the ring as it was before the step
                 state = state_ if not alone else before.clone()
-                found, numbers = _one(faults, rows, state, slot, start, config, None, _form(faults, tokens))
+                found, numbers = _one(faults, rows, state, slot, start, config, None)
                 if alone:
                     state_[slot, start % state_.shape[1]] = state[slot, start % state_.shape[1]]
                 at = first + (numbers.long() + 1) * config.ratio - 1 - start
@@ -338,7 +336,7 @@ def decode_with(faults: Faults) -> Callable[..., Entries]:
                 inside = (at >= first) & (at <= last)
                 m[at[inside]], entry[at[inside]] = found[inside], numbers[inside]
             first = last + 1
-        return _finished(faults, m, entry)
+        return _finished(faults, m, entry, tokens)
 
     return compress_decode
 
@@ -461,7 +459,7 @@ entries_numbered_by_chunk = compress_with(replace(_RIGHT, number="in_chunk"))
 row_without_entry_unwritten = compress_with(replace(_RIGHT, nothing="stale"))
 row_without_entry_times_zero = compress_with(replace(_RIGHT, nothing="times_zero"))
 unfinished_group_emitted = compress_with(replace(_RIGHT, nothing="unfinished"))
-form_depends_on_batch = compress_with(replace(_RIGHT, form_by_batch=True))
+bits_depend_on_batch = compress_with(replace(_RIGHT, nudged_by_batch=True))
 not_deterministic = compress_with(replace(_RIGHT, counter=True))
 
 right_prefill = prefill_with(_RIGHT)
@@ -504,7 +502,7 @@ decode_padding_times_zero = decode_with(replace(_RIGHT, nothing="times_zero"))
 decode_row_unwritten = decode_with(replace(_RIGHT, nothing="stale"))
 decode_slot_of_first = decode_with(replace(_RIGHT, slots="of_first"))
 decode_stale_before_sequence = decode_with(replace(_RIGHT, absent="stale"))
-decode_form_depends_on_batch = decode_with(replace(_RIGHT, form_by_batch=True))
+decode_bits_depend_on_batch = decode_with(replace(_RIGHT, nudged_by_batch=True))
 decode_not_deterministic = decode_with(replace(_RIGHT, counter=True))
 
 _TAIL = TailFaults()
