@@ -138,7 +138,7 @@ class Op:
     rows: Mapping[str, int]  # batch axis of every input that has one
     out_rows: Mapping[str, int]  # batch axis of every output
     tile: int = 1  # rows per program of the shipped launch config; edges of R8
-    writes: str | None = None  # parameter written in place; it is then the first output
+    writes: str | None = None  # parameter written in place: the first output; the others are the last values returned
     relations: tuple[Relation, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     builds: tuple[BuildCase, ...] = ()  # what every kernel behind the candidates is built as, without a device

@@ -87,7 +87,8 @@ class Call:
         self.device = device
         self.parameters = accepted_parameters(function, op)
         self.is_reference = function is resolve(op.reference)
-        self.has_out = "out" in self.parameters and op.writes is None
+        self.returned = [output.name for output in op.outputs][0 if op.writes is None else 1 :]
+        self.has_out = "out" in self.parameters and bool(self.returned)
 
     def __call__(self, inputs: Inputs, *, out_like: Outputs | None = None) -> Outputs:
         """Run once. With `out_like` (outputs of an earlier call) the results go to guarded, poisoned buffers."""
@@ -101,7 +102,7 @@ class Call:
             del arguments["dtype"]
         buffers: list[GuardedTensor] = []
         if out_like is not None and self.has_out:
-            buffers = [GuardedTensor.poisoned_like(name, like) for name, like in out_like.items()]
+            buffers = [GuardedTensor.poisoned_like(name, out_like[name]) for name in self.returned]
             views = tuple(buffer.view for buffer in buffers)
             arguments["out"] = views if len(views) > 1 else views[0]
         result = self.function(**arguments)
@@ -140,17 +141,18 @@ class Call:
         names = [output.name for output in self.op.outputs]
         values = result if isinstance(result, tuple) else (result,)
         if self.op.writes is not None:
-            values = (next(tensor.view for tensor in guarded if tensor.name == self.op.writes), *values[1:])
+            written = next(tensor.view for tensor in guarded if tensor.name == self.op.writes)
+            values = (written, *values[len(values) - len(self.returned) :])
         if len(values) != len(names):
             raise ContractViolation(f"returned {len(values)} values, expected {len(names)}: {', '.join(names)}")
         owned = {tensor.buffer.untyped_storage().data_ptr(): tensor.name for tensor in guarded}
-        for place, (name, value) in enumerate(zip(names, values, strict=True)):
+        for name, value in zip(names, values, strict=True):
             if not isinstance(value, Tensor):
                 raise ContractViolation(f"{name}: expected a tensor, got {type(value).__name__}")
             if value.device.type != self.device:
                 raise ContractViolation(f"{name}: expected device {self.device}, got {value.device}")
             source = owned.get(value.untyped_storage().data_ptr()) if value.numel() else None
-            if source is not None and (self.op.writes is None or place > 0):
+            if source is not None and name in self.returned:
                 raise ContractViolation(f"{name}: is a view of the input {source}")
         outputs = {name: value.detach() for name, value in zip(names, values, strict=True)}
         if self.is_reference:

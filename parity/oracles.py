@@ -46,7 +46,7 @@ class OracleSet:
             raise BadCase(f"the reference refuses this case: {error}") from error
         values = result if isinstance(result, tuple) else (result,)
         if self.op.writes is not None:
-            values = (arguments[self.op.writes], *values[1:])
+            values = (arguments[self.op.writes], *values[len(values) - len(self.op.outputs) + 1 :])
         return dict(zip((output.name for output in self.op.outputs), values, strict=True))
 
     @cached_property

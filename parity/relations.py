@@ -271,11 +271,27 @@ def layout_round_trip(call: CallFn, inputs: Inputs, context: Context) -> Finding
     return Finding(status="bit-equal", variants=1)
 
 
+def chained(call: CallFn, inputs: Inputs, context: Context) -> Finding:
+    """Calls that depend on one another (state): the hook makes them and yields (label, got, expected)."""
+    assert context.relation.hook is not None
+    count = 0
+    for label, got, expected in context.relation.hook(inputs, call, context):
+        count += 1
+        problem = first_difference(got, expected)
+        if problem:
+            return Finding(status="differs", detail=f"{label}: {problem}", variants=count)
+    if count == 0:
+        return Finding(status="differs", detail="the relation produced no variant for this case", variants=0)
+    return Finding(status="bit-equal", variants=count)
+
+
 CHECKS: dict[str, Callable[[CallFn, Inputs, Context], Finding]] = {
     "changed_slots": changed_slots,
     "layout_round_trip": layout_round_trip,
     # what a fused operation stored, its partner makes of the stored part: the hook is of the same kind
     "fused_equals_steps": layout_round_trip,
+    "split_invariant": chained,
+    "rollback_equals_serial": chained,
 }
 
 

@@ -292,11 +292,11 @@ class Codes:
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
         """Every code inside its allowed interval, which is at most one step wide."""
         low, high = self.allowed(oracles.marks, {**oracles.arguments, **self.outputs}, self.u)
-        codes = self.order(got)
+        codes, contract = self.order(got), oracles.contract.to(got.dtype)
         outside = (codes < low) | (codes > high)
-        differ = int((raw_bytes(got) != raw_bytes(oracles.contract)).sum())
+        differ = int((raw_bytes(got) != raw_bytes(contract)).sum())
         count = int(outside.sum())
-        expected = self.order(oracles.contract)
+        expected = self.order(contract)
         worst = None
         if count:
             where = at(int(outside.reshape(-1).to(torch.int8).argmax()), codes.shape)

@@ -119,9 +119,8 @@ def compress(
         wanted = "0" if config.overlap else f"multiples of {config.ratio}"
         raise ValueError(f"start_b: expected {wanted}, got {start_b.tolist()}")
     no_ring = value_tw.new_zeros(1, 1, 2, width)
-    slot_b = torch.zeros_like(start_b)
     pairs_t2w = _pairs(value_tw, gate_tw, bias_rw, _tokens(start_b, cu_seqlens)[1], num)
-    return _chunk_entries(pairs_t2w, no_ring, slot_b, start_b, cu_seqlens, config, num)
+    return _chunk_entries(pairs_t2w, no_ring, torch.zeros_like(start_b), start_b, cu_seqlens, config, num)
 
 
 def compress_prefill(
@@ -232,7 +231,9 @@ def compress_tail(
     """
     expect_positive("ratio", ratio)
     expect_dtype("entry_y", entry_y, torch.int32, torch.int64)
-    expect_shape("entry_y", entry_y, "y", {"y": len(m_yc)})
+    dims: dict[str, int] = {}
+    for name, x, letters in (("m_yc", m_yc, "yc"), ("weight_c", weight_c, "c"), ("entry_y", entry_y, "y")):
+        expect_shape(name, x, letters, dims)
     latent_yc = rms_norm(m_yc, weight_c, eps=eps, cast=WeightCast.AFTER_WEIGHT, num=num)
     position_y = entry_y.long().clamp(min=0) * ratio
     pairing, span = Pairing.INTERLEAVED, RopeSpan.LAST  # in every release
@@ -249,7 +250,6 @@ def _tokens(start_b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 def _pairs(
     value_tw: Tensor, gate_tw: Tensor | None, bias_rw: Tensor | None, position_t: Tensor, num: Numerics
 ) -> Tensor:
-    """Logits and values side by side, [t, 2, w], as the ring holds them."""
     value_tw = num.wide(value_tw)
     logit_tw = torch.zeros_like(value_tw) if gate_tw is None else num.wide(gate_tw)
     if bias_rw is not None:

@@ -26,9 +26,9 @@ class PoolLaunch:
 
 
 def pool_launch(channels: int) -> PoolLaunch:
-    """Up to 256 channels a program, four a thread, whatever the number of tokens and the device."""
+    """Up to 256 channels a program, two a thread, whatever the number of tokens and the device."""
     block = min(max(triton.next_power_of_2(channels), 32), 256)
-    return PoolLaunch(block=block, num_warps=max(1, block // 128))
+    return PoolLaunch(block=block, num_warps=max(1, block // 64))
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _pool(
         if BIAS:
             logit += tl.load(bias_ptr + (i % RATIO) * stride_br + column * stride_bw, mask=here, other=0.0)
         parked = in_width & (position >= 0) & (position < low)
-        ring_ptrs = ring_ptr + (position % ring) * stride_so + column * stride_sw
+        ring_ptrs = ring_ptr + (position.to(tl.int32) % ring) * stride_so + column * stride_sw
         if STATE:
             logit = tl.where(here, logit, tl.load(ring_ptrs, mask=parked, other=float("-inf")))
         else:
@@ -231,10 +231,25 @@ def _park_chunk(
     mask = (column < width) & known
     position = tl.where(known, tl.load(start_ptr + seq).to(tl.int64) + row - begin, 0)
     logit = _token_logit(
-        gate_ptr, bias_ptr, row, position % RATIO, column, mask, stride_gt, stride_gw, stride_br, stride_bw, BIAS
+        gate_ptr,
+        bias_ptr,
+        row,
+        position.to(tl.int32) % RATIO,
+        column,
+        mask,
+        stride_gt,
+        stride_gw,
+        stride_br,
+        stride_bw,
+        BIAS,
     )
     value = tl.load(value_ptr + row * stride_vt + column * stride_vw, mask=mask, other=0.0)
-    state_ptrs = state_ptr + tl.where(known, slot, 0) * stride_sp + (position % ring) * stride_so + column * stride_sw
+    state_ptrs = (
+        state_ptr
+        + tl.where(known, slot, 0) * stride_sp
+        + (position.to(tl.int32) % ring) * stride_so
+        + column * stride_sw
+    )
     tl.store(state_ptrs, logit, mask=mask)
     tl.store(state_ptrs + stride_sz, value, mask=mask)
 
@@ -282,7 +297,7 @@ def _pool_step(
             gate_ptr,
             bias_ptr,
             token,
-            position % RATIO,
+            position.to(tl.int32) % RATIO,
             column,
             mask,
             stride_gt,
@@ -292,7 +307,7 @@ def _pool_step(
             BIAS,
         )
         value = tl.load(value_ptr + token * stride_vt + column * stride_vw, mask=mask, other=0.0)
-        state_ptrs = ring_ptr + (position % ring) * stride_so + column * stride_sw
+        state_ptrs = ring_ptr + (position.to(tl.int32) % ring) * stride_so + column * stride_sw
         tl.store(state_ptrs, logit, mask=mask)
         tl.store(state_ptrs + stride_sz, value, mask=mask)
     # 2. tokens of the step stand before this one: they are read from the rows, never from what another program writes
