@@ -454,13 +454,13 @@ def linear_codes(
     """
     t, f = x_q.shape[0], w_q.shape[0]
     require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
+    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
     y_tf = output_buffer(out, (t, f), dtype, x_q)
+    add = y_tf if add_tf is None else add_tf
+    require_contiguous_rows(add_tf=add)
     if not y_tf.numel():
         return y_tf
     require_runnable("x_q", x_q)
-    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
-    add = y_tf if add_tf is None else add_tf
-    require_contiguous_rows(add_tf=add)
     _linear_codes[(triton.cdiv(t, launch.block_rows), triton.cdiv(f, launch.block_features))](
         x_q.view(torch.uint8),
         x_sf,
@@ -507,11 +507,11 @@ def linear_grouped(
     """
     (y, _), (e, f, _) = x_q.shape, w_q.shape
     require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
+    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
     y_yf = output_buffer(out, (y, f), dtype, x_q)
     if not y_yf.numel():
         return y_yf
     require_runnable("x_q", x_q)
-    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
     sizes = group_sizes_e.to(torch.int32)
     row_ends = torch.cumsum(sizes, 0, dtype=torch.int32)
     tile_ends = torch.cumsum((sizes + launch.block_rows - 1) // launch.block_rows, 0, dtype=torch.int32)
@@ -560,7 +560,7 @@ def widen_fp4(
         RuntimeError: w_q is on the CPU and kernels are not interpreted.
     """
     rows, columns = out_block
-    _require_groups(w_sf=group, rows=rows, columns=columns)
+    require_groups(w_sf=group, rows=rows, columns=columns)
     require_contiguous_rows(w_q=w_q, w_sf=w_sf)
     f, m = w_q.shape[0], 2 * w_q.shape[1]
     codes_out, sf_out = out or (None, None)
@@ -595,7 +595,8 @@ def require_contiguous_rows(**operands: torch.Tensor) -> None:
             raise NotImplementedError(f"{name}: expected contiguous rows, got strides {x.stride()}")
 
 
-def _require_groups(**sizes: int) -> None:
+def require_groups(**sizes: int) -> None:
+    """Refuse groups that no tile holds exactly."""
     for name, size in sizes.items():
         if size & (size - 1) or size < 16:
             raise NotImplementedError(f"{name}: expected groups of a power of two from 16 up, got {size}")
@@ -611,13 +612,13 @@ def _formats(
     launch: LinearLaunch | None,
 ) -> tuple[dict[str, int], LinearLaunch]:
     """The constants of a kernel for these formats, and its launch."""
-    _require_groups(x_sf=x_group, w_sf=w_block[1])
+    require_groups(x_sf=x_group, w_sf=w_block[1])
     x_folded, w_folded = (sf.dtype == torch.uint8 for sf in (x_sf, w_sf))
     unfolded = {group for folded, group in ((x_folded, x_group), (w_folded, w_block[1])) if not folded}
     if len(unfolded) > 1:
         raise NotImplementedError(f"x_sf, w_sf: expected fp32 scales of one group length, got {sorted(unfolded)}")
     launch = launch or codes_launch(max(unfolded, default=0), arch)
-    constants = {
+    constants: dict[str, object] = {
         "X_GROUP": x_group,
         "X_FOLDED": x_folded,
         "W_ROWS": w_block[0],

@@ -677,6 +677,20 @@ CODES = Op(
             launch="deeptwin.parity.builds.launches.linear:native_mxfp4",
             expect={"sm100": Expect(mma="block_scale")},
         ),
+        BuildCase(
+            name="tilelang-q8-fp8_32x32-m1280",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.linear:linear_codes_program",
+            launch="deeptwin.parity.builds.launches.linear_tilelang:sm100_32x32",
+            expect={"sm100": Expect(mma="block_scale")},
+        ),
+        BuildCase(
+            name="tilelang-q8-mxfp4-m5120",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.linear:linear_codes_program",
+            launch="deeptwin.parity.builds.launches.linear_tilelang:sm100_mxfp4",
+            expect={"sm100": Expect(mma="block_scale")},
+        ),
     ),
     peers=(
         Peer(
