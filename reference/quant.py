@@ -148,9 +148,19 @@ def dequantize(
         ValueError: codes or sf are not 2-D; sf has not one scale for each block; fmt.rows is 1 and m no multiple of
             fmt.group.
     """
+    return num.store(block_values(codes, sf, fmt=fmt, num=num), dtype)
+
+
+def block_values(codes: Tensor, sf: Tensor, *, fmt: QuantFormat, num: Numerics = CONTRACT) -> Tensor:
+    """`dequantize` before its rounding: code × scale in the carrier of `num`, for products that scale once.
+
+    Raises:
+        TypeError: codes or sf have another dtype than `fmt` says.
+        ValueError: as `dequantize`.
+    """
     _check_quantized(codes, sf, fmt)
     x_tm = decode_e4m3(codes, num=num) if fmt.code is CodeKind.E4M3 else decode_e2m1(unpack_e2m1(codes), num=num)
-    return num.store(x_tm * _spread(_decode_scale(sf, fmt, num), fmt, x_tm.shape), dtype)
+    return x_tm * _spread(_decode_scale(sf, fmt, num), fmt, x_tm.shape)
 
 
 def fake_quantize(
