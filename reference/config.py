@@ -6,7 +6,7 @@ Nothing here computes: `optimized/` may import this module without sharing arith
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class WeightCast(enum.Enum):
@@ -268,9 +268,7 @@ ROUTER_V4_PRO = RouterConfig(
 ROUTER_V41 = RouterConfig(
     num_experts=384, topk=6, scoring=Scoring.SQRT_SOFTPLUS, weight_sum=WeightSum.PLUS_EPS, route_scale=1.5
 )
-ROUTER_V41_DRAFT = RouterConfig(
-    num_experts=128, topk=3, scoring=Scoring.SQRT_SOFTPLUS, weight_sum=WeightSum.PLUS_EPS, route_scale=1.5
-)
+ROUTER_V41_DRAFT = replace(ROUTER_V41, num_experts=128, topk=3)
 
 
 class Combine(enum.Enum):
@@ -278,3 +276,25 @@ class Combine(enum.Enum):
 
     SINGLE = "single"  # shared, then every slot in order, one rounding: mega-MoE, DeepEP without multiple reduction
     MULTIPLE = "multiple"  # a rounded partial sum per rank first: DeepEP's default
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """What a mixture of experts computes with; `combine` has no default, because the two variants round apart."""
+
+    routed: QuantFormat  # weights of the routed experts
+    shared: QuantFormat  # weights of the shared expert
+    activation: QuantFormat  # rows before each product
+    swiglu_limit: float | None
+    combine: Combine
+
+    def __post_init__(self) -> None:
+        if self.activation.rows != 1:
+            raise ValueError(f"activation: expected groups of one row, got {self.activation.rows} rows")
+        if self.swiglu_limit is not None and not self.swiglu_limit > 0:
+            raise ValueError(f"swiglu_limit: expected a positive number or None, got {self.swiglu_limit}")
+
+
+def moe_v41(combine: Combine) -> MoeConfig:
+    """The experts of V4.1: MXFP4 weights, an FP8 shared expert, 32-wide activations."""
+    return MoeConfig(routed=MXFP4, shared=FP8_32X32, activation=Q8, swiglu_limit=10.0, combine=combine)

@@ -77,3 +77,16 @@ class Latents:
             rows_sd=torch.cat([self.rows_sd, later.rows_sd]),
             positions_s=torch.cat([self.positions_s, later.positions_s]),
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """Quantised weights of experts: w1 (gate) above w3 (up), and w2 (down), each as codes and scales.
+
+    Routed experts have a leading axis of experts, the shared expert has none.
+    """
+
+    w13_q: Tensor
+    w13_sf: Tensor
+    w2_q: Tensor
+    w2_sf: Tensor
