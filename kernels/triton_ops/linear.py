@@ -1,0 +1,630 @@
+"""Products of rows and weights: floating operands, and quantised bytes whose blocks share a scale.
+
+A program owns one tile of rows and features and walks the whole width in steps of one length. The sum is never split
+and no tile looks at the batch, so a row has the same bits alone, in any batch and in any group.
+
+Quantised operands meet as bf16. A code times a power of two is exact there (for scale bytes 10 … 245), so UE8M0 scales
+go into the operands; fp32 scales multiply the partial sum of their group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from . import require_runnable
+from .quant import output_buffer
+from .split_softmax import arch_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearLaunch:
+    """Tile of one program. `block_width` fixes the order of summation."""
+
+    block_rows: int = 64
+    block_features: int = 128
+    block_width: int = 64
+    bits: bool = False  # take e4m3 codes apart by integer operations
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidenLaunch:
+    """Output blocks that a program takes, side by side. It changes no result."""
+
+    blocks: int = 4
+    num_warps: int = 4
+
+
+def linear_launch(dtype: torch.dtype, arch: str) -> LinearLaunch:
+    """The launch for floating operands; it never looks at the number of rows."""
+    if dtype == torch.float32:  # products of fp32 run without tensor cores; larger tiles spill
+        return LinearLaunch(block_rows=32, block_features=32, block_width=32, num_stages=1)
+    return LinearLaunch()
+
+
+def codes_launch(longest_f32_group: int, arch: str) -> LinearLaunch:
+    """The launch for quantised operands: a step is one group where a scale multiplies the partial sum."""
+    width = max(64, longest_f32_group)
+    if arch == "ascend950":  # its compilers cannot widen e4m3, and the tile has to fit the unified buffer
+        return LinearLaunch(block_rows=32, block_features=64, block_width=width, bits=True, num_stages=1)
+    return LinearLaunch(block_width=width, num_warps=8 if width > 64 else 4, num_stages=2)
+
+
+@triton.jit
+def power_of_two(byte):
+    """The value 2^(byte - 127) of a UE8M0 scale in fp32; byte 0 is subnormal and byte 255 is NaN."""
+    byte = byte.to(tl.int32)
+    bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_values(code, BITS: tl.constexpr):
+    """bf16 values of e4m3 codes, exactly."""
+    if BITS:
+        wide = code.to(tl.int32)
+        size = wide & 0x7F
+        normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+        value = tl.where(size == 0x7F, float("nan"), value)
+        value = tl.where(wide > 0x7F, value * -1.0, value).to(tl.bfloat16)
+    else:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    return value
+
+
+@triton.jit
+def e2m1_values(nibble):
+    """bf16 values of e2m1 codes 0 … 15, exactly; from 2 on a code is exponent and mantissa bit of a number."""
+    size = nibble & 7
+    bits = tl.where(size == 0, 0, tl.where(size == 1, 0x3F00, (size << 6) + (126 << 7)))
+    return (bits | ((nibble >> 3) << 15)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def scaled_by_group(value, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr):
+    """A tile of bf16 values, each PER neighbours times their power of two: exact."""
+    grouped = tl.reshape(value, [ROWS, WIDTH // PER, PER]).to(tl.float32) * scale[:, :, None]
+    return tl.reshape(grouped.to(tl.bfloat16), [ROWS, WIDTH])
+
+
+@triton.jit
+def scaled_product(
+    x_ptr,
+    x_sf_ptr,
+    w_ptr,
+    w_sf_ptr,
+    row,
+    in_rows,
+    feature,
+    in_features,
+    width,
+    stride_xt,
+    stride_xst,
+    stride_wf,
+    stride_wsf,
+    X_GROUP: tl.constexpr,
+    X_FOLDED: tl.constexpr,
+    W_ROWS: tl.constexpr,
+    W_GROUP: tl.constexpr,
+    W_FOLDED: tl.constexpr,
+    W_PACKED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """The fp32 tile of the product, step after step in ascending order."""
+    X_PER: tl.constexpr = min(X_GROUP, BLOCK_WIDTH)
+    W_PER: tl.constexpr = min(W_GROUP, BLOCK_WIDTH)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_FEATURES], tl.float32)
+    for start in range(0, width, BLOCK_WIDTH):
+        # 1. codes; what lies beyond the width is zero
+        column = start + tl.arange(0, BLOCK_WIDTH)
+        x_mask = in_rows[:, None] & (column < width)[None, :]
+        x = e4m3_values(tl.load(x_ptr + row[:, None] * stride_xt + column[None, :], mask=x_mask, other=0), BITS)
+        if W_PACKED:
+            byte_at = start // 2 + tl.arange(0, BLOCK_WIDTH // 2)
+            w_mask = in_features[:, None] & (byte_at < width // 2)[None, :]
+            byte = tl.load(w_ptr + feature[:, None] * stride_wf + byte_at[None, :], mask=w_mask, other=0).to(tl.int32)
+            # the even element stands in the low nibble
+            nibble = tl.reshape(tl.join(byte & 15, byte >> 4), [BLOCK_FEATURES, BLOCK_WIDTH])
+            w = e2m1_values(nibble)
+        else:
+            w_mask = in_features[:, None] & (column < width)[None, :]
+            w = e4m3_values(tl.load(w_ptr + feature[:, None] * stride_wf + column[None, :], mask=w_mask, other=0), BITS)
+        # 2. scales
+        x_group = start // X_GROUP + tl.arange(0, BLOCK_WIDTH // X_PER)
+        xs_mask = in_rows[:, None] & (x_group * X_GROUP < width)[None, :]
+        x_sf = tl.load(x_sf_ptr + row[:, None] * stride_xst + x_group[None, :], mask=xs_mask, other=0)
+        w_group = start // W_GROUP + tl.arange(0, BLOCK_WIDTH // W_PER)
+        ws_mask = in_features[:, None] & (w_group * W_GROUP < width)[None, :]
+        ws_at = w_sf_ptr + (feature // W_ROWS)[:, None] * stride_wsf + w_group[None, :]
+        w_sf = tl.load(ws_at, mask=ws_mask, other=0)
+        if X_FOLDED:
+            x = scaled_by_group(x, power_of_two(x_sf), BLOCK_ROWS, BLOCK_WIDTH, X_PER)
+        if W_FOLDED:
+            w = scaled_by_group(w, power_of_two(w_sf), BLOCK_FEATURES, BLOCK_WIDTH, W_PER)
+        # 3. product; a scale that is no power of two belongs to the whole step
+        if X_FOLDED and W_FOLDED:
+            acc = tl.dot(x, tl.trans(w), acc)
+        else:
+            part = tl.dot(x, tl.trans(w))
+            if not X_FOLDED:
+                part = part * tl.reshape(x_sf, [BLOCK_ROWS])[:, None]
+            if not W_FOLDED:
+                part = part * tl.reshape(w_sf, [BLOCK_FEATURES])[None, :]
+            acc += part
+    return acc
+
+
+@triton.jit
+def _linear(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    num_features,
+    width,
+    stride_xt,
+    stride_wf,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    # 1. which tile
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    feature = tl.program_id(1).to(tl.int64) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+    in_rows, in_features = row < num_rows, feature < num_features
+    # 2. product
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_FEATURES], tl.float32)
+    for start in range(0, width, BLOCK_WIDTH):
+        column = start + tl.arange(0, BLOCK_WIDTH)
+        in_width = (column < width)[None, :]
+        x_ptrs = x_ptr + row[:, None] * stride_xt + column[None, :]
+        w_ptrs = w_ptr + feature[:, None] * stride_wf + column[None, :]
+        x = tl.load(x_ptrs, mask=in_rows[:, None] & in_width, other=0.0)
+        w = tl.load(w_ptrs, mask=in_features[:, None] & in_width, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    # 3. bias, and the only rounding
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + feature, mask=in_features, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + row[:, None] * num_features + feature[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & in_features[None, :])
+
+
+@triton.jit
+def _linear_codes(
+    x_ptr,
+    x_sf_ptr,
+    w_ptr,
+    w_sf_ptr,
+    add_ptr,
+    y_ptr,
+    num_rows,
+    num_features,
+    width,
+    stride_xt,
+    stride_xst,
+    stride_wf,
+    stride_wsf,
+    stride_at,
+    HAS_ADD: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    X_FOLDED: tl.constexpr,
+    W_ROWS: tl.constexpr,
+    W_GROUP: tl.constexpr,
+    W_FOLDED: tl.constexpr,
+    W_PACKED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    # 1. which tile
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    feature = tl.program_id(1).to(tl.int64) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+    in_rows, in_features = row < num_rows, feature < num_features
+    # 2. product
+    acc = scaled_product(
+        x_ptr,
+        x_sf_ptr,
+        w_ptr,
+        w_sf_ptr,
+        row,
+        in_rows,
+        feature,
+        in_features,
+        width,
+        stride_xt,
+        stride_xst,
+        stride_wf,
+        stride_wsf,
+        X_GROUP,
+        X_FOLDED,
+        W_ROWS,
+        W_GROUP,
+        W_FOLDED,
+        W_PACKED,
+        BLOCK_ROWS,
+        BLOCK_FEATURES,
+        BLOCK_WIDTH,
+        BITS,
+    )
+    # 3. what is added, and the only rounding
+    mask = in_rows[:, None] & in_features[None, :]
+    if HAS_ADD:
+        add_ptrs = add_ptr + row[:, None] * stride_at + feature[None, :]
+        acc += tl.load(add_ptrs, mask=mask, other=0.0).to(tl.float32)
+    y_ptrs = y_ptr + row[:, None] * num_features + feature[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _linear_grouped(
+    x_ptr,
+    x_sf_ptr,
+    w_ptr,
+    w_sf_ptr,
+    sizes_ptr,
+    y_ptr,
+    num_rows,
+    num_features,
+    width,
+    num_experts,
+    stride_xt,
+    stride_xst,
+    stride_we,
+    stride_wf,
+    stride_wse,
+    stride_wsf,
+    EXPERTS_PAD: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    X_FOLDED: tl.constexpr,
+    W_ROWS: tl.constexpr,
+    W_GROUP: tl.constexpr,
+    W_FOLDED: tl.constexpr,
+    W_PACKED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    # 1. which expert: every expert has whole tiles of its own, in order
+    expert = tl.arange(0, EXPERTS_PAD)
+    size = tl.load(sizes_ptr + expert, mask=expert < num_experts, other=0).to(tl.int32)
+    tiles = (size + BLOCK_ROWS - 1) // BLOCK_ROWS
+    tiles_end = tl.cumsum(tiles, 0)
+    tile = tl.program_id(0)
+    mine = tl.sum((tiles_end <= tile).to(tl.int32), 0)
+    before = expert < mine
+    first_row = tl.sum(tl.where(before, size, 0), 0)
+    first_tile = tl.sum(tl.where(before, tiles, 0), 0)
+    own_size = tl.sum(tl.where(expert == mine, size, 0), 0)
+    # tiles beyond the last expert own no rows: nothing is read, nothing is written
+    offset = (tile - first_tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = (first_row + offset).to(tl.int64)
+    in_rows = (offset < own_size) & (row < num_rows)
+    if mine < num_experts:
+        # 2. product
+        feature = tl.program_id(1).to(tl.int64) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+        in_features = feature < num_features
+        acc = scaled_product(
+            x_ptr,
+            x_sf_ptr,
+            w_ptr + mine.to(tl.int64) * stride_we,
+            w_sf_ptr + mine.to(tl.int64) * stride_wse,
+            row,
+            in_rows,
+            feature,
+            in_features,
+            width,
+            stride_xt,
+            stride_xst,
+            stride_wf,
+            stride_wsf,
+            X_GROUP,
+            X_FOLDED,
+            W_ROWS,
+            W_GROUP,
+            W_FOLDED,
+            W_PACKED,
+            BLOCK_ROWS,
+            BLOCK_FEATURES,
+            BLOCK_WIDTH,
+            BITS,
+        )
+        # 3. the only rounding
+        y_ptrs = y_ptr + row[:, None] * num_features + feature[None, :]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & in_features[None, :])
+
+
+@triton.jit
+def _widen_fp4(
+    w_ptr,
+    w_sf_ptr,
+    codes_ptr,
+    sf_ptr,
+    num_features,
+    width,
+    stride_wf,
+    stride_wsf,
+    FROM: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    ACROSS: tl.constexpr = GROUP // FROM
+    WIDTH: tl.constexpr = BLOCKS * GROUP
+    # 1. scale bytes of the output blocks: the largest input byte less 6, as 6 · 2^6 fits e4m3
+    feature = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1) * (BLOCKS * ACROSS) + tl.arange(0, BLOCKS * ACROSS)
+    in_features = (feature < num_features)[:, None]
+    in_groups = (group < width // FROM)[None, :]
+    byte_ptrs = w_sf_ptr + feature[:, None] * stride_wsf + group[None, :]
+    byte = tl.load(byte_ptrs, mask=in_features & in_groups, other=0).to(tl.int32)
+    by_block = tl.reshape(byte, [ROWS, BLOCKS, ACROSS])
+    largest = tl.max(tl.max(by_block, axis=2), axis=0)
+    sf = tl.maximum(largest - 6, 0)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    num_blocks = (width + GROUP - 1) // GROUP
+    tl.store(sf_ptr + tl.program_id(0).to(tl.int64) * num_blocks + block, sf.to(tl.uint8), mask=block < num_blocks)
+    # 2. codes: e2m1 values times 2^-14 … 2^6, on the grid of e4m3
+    shift = tl.maximum(by_block - sf[None, :, None], -14)
+    factor = tl.reshape(((shift + 127) << 23).to(tl.float32, bitcast=True), [ROWS, BLOCKS * ACROSS])
+    pair = tl.program_id(1) * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
+    pair_ptrs = w_ptr + feature[:, None] * stride_wf + pair[None, :]
+    packed = tl.load(pair_ptrs, mask=in_features & (pair < width // 2)[None, :], other=0).to(tl.int32)
+    nibble = tl.reshape(tl.join(packed & 15, packed >> 4), [ROWS, BLOCKS * ACROSS, FROM])
+    value = tl.reshape(e2m1_values(nibble).to(tl.float32) * factor[:, :, None], [ROWS, WIDTH])
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    code_ptrs = codes_ptr + feature[:, None] * width + column[None, :]
+    tl.store(code_ptrs, value.to(tl.float8e4nv), mask=in_features & (column < width)[None, :])
+
+
+def linear(
+    x_tm: torch.Tensor,
+    w_fm: torch.Tensor,
+    bias_f: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    launch: LinearLaunch | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launch the product of floating operands.
+
+    Raises:
+        NotImplementedError: rows are not contiguous.
+        ValueError: `out` has another shape or is not contiguous.
+        TypeError: `out` has another dtype.
+        RuntimeError: x_tm is on the CPU and kernels are not interpreted.
+    """
+    t, f = x_tm.shape[0], w_fm.shape[0]
+    require_contiguous_rows(x_tm=x_tm, w_fm=w_fm)
+    y_tf = output_buffer(out, (t, f), dtype, x_tm)
+    if not y_tf.numel():
+        return y_tf
+    require_runnable("x_tm", x_tm)
+    launch = launch or linear_launch(x_tm.dtype, arch_of(x_tm.device))
+    _linear[(triton.cdiv(t, launch.block_rows), triton.cdiv(f, launch.block_features))](
+        x_tm,
+        w_fm,
+        y_tf if bias_f is None else bias_f.contiguous(),
+        y_tf,
+        t,
+        f,
+        x_tm.shape[1],
+        x_tm.stride(0),
+        w_fm.stride(0),
+        HAS_BIAS=bias_f is not None,
+        BLOCK_ROWS=launch.block_rows,
+        BLOCK_FEATURES=launch.block_features,
+        BLOCK_WIDTH=launch.block_width,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return y_tf
+
+
+def linear_codes(
+    x_q: torch.Tensor,
+    x_sf: torch.Tensor,
+    w_q: torch.Tensor,
+    w_sf: torch.Tensor,
+    add_tf: torch.Tensor | None,
+    *,
+    x_group: int,
+    w_block: tuple[int, int],
+    dtype: torch.dtype,
+    launch: LinearLaunch | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launch the product of bytes; `w_block` is rows × group of the weight's scales.
+
+    Raises:
+        NotImplementedError: rows are not contiguous, or a group is no power of two from 16 up.
+        ValueError: `out` has another shape or is not contiguous.
+        TypeError: `out` has another dtype.
+        RuntimeError: x_q is on the CPU and kernels are not interpreted.
+    """
+    t, f = x_q.shape[0], w_q.shape[0]
+    require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
+    y_tf = output_buffer(out, (t, f), dtype, x_q)
+    if not y_tf.numel():
+        return y_tf
+    require_runnable("x_q", x_q)
+    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
+    add = y_tf if add_tf is None else add_tf
+    require_contiguous_rows(add_tf=add)
+    _linear_codes[(triton.cdiv(t, launch.block_rows), triton.cdiv(f, launch.block_features))](
+        x_q.view(torch.uint8),
+        x_sf,
+        w_q.view(torch.uint8),
+        w_sf,
+        add,
+        y_tf,
+        t,
+        f,
+        x_q.shape[1],
+        x_q.stride(0),
+        x_sf.stride(0),
+        w_q.stride(0),
+        w_sf.stride(0),
+        add.stride(0),
+        HAS_ADD=add_tf is not None,
+        **constants,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return y_tf
+
+
+def linear_grouped(
+    x_q: torch.Tensor,
+    x_sf: torch.Tensor,
+    w_q: torch.Tensor,
+    w_sf: torch.Tensor,
+    group_sizes_e: torch.Tensor,
+    *,
+    x_group: int,
+    w_block: tuple[int, int],
+    dtype: torch.dtype,
+    launch: LinearLaunch | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launch the product of every expert's rows; sizes beyond the rows are cut, missing ones leave rows unwritten.
+
+    Raises:
+        NotImplementedError: rows are not contiguous, or a group is no power of two from 16 up.
+        ValueError: `out` has another shape or is not contiguous.
+        TypeError: `out` has another dtype.
+        RuntimeError: x_q is on the CPU and kernels are not interpreted.
+    """
+    (y, _), (e, f, _) = x_q.shape, w_q.shape
+    require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
+    y_yf = output_buffer(out, (y, f), dtype, x_q)
+    if not y_yf.numel():
+        return y_yf
+    require_runnable("x_q", x_q)
+    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
+    # as many tiles as any sizes can need: a whole number each, and one more for each expert that has rows
+    tiles = y // launch.block_rows + min(e, y)
+    _linear_grouped[(tiles, triton.cdiv(f, launch.block_features))](
+        x_q.view(torch.uint8),
+        x_sf,
+        w_q.view(torch.uint8),
+        w_sf,
+        group_sizes_e.contiguous(),
+        y_yf,
+        y,
+        f,
+        x_q.shape[1],
+        e,
+        x_q.stride(0),
+        x_sf.stride(0),
+        w_q.stride(0),
+        w_q.stride(1),
+        w_sf.stride(0),
+        w_sf.stride(1),
+        EXPERTS_PAD=triton.next_power_of_2(e),
+        **constants,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return y_yf
+
+
+def widen_fp4(
+    w_q: torch.Tensor,
+    w_sf: torch.Tensor,
+    *,
+    group: int,
+    out_block: tuple[int, int],
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the widening of e2m1 rows in groups of `group` to e4m3 blocks of rows × columns.
+
+    Raises:
+        NotImplementedError: rows are not contiguous, or a block is no power of two.
+        ValueError: an `out` buffer has another shape or is not contiguous.
+        TypeError: an `out` buffer has another dtype.
+        RuntimeError: w_q is on the CPU and kernels are not interpreted.
+    """
+    rows, columns = out_block
+    _require_groups(w_sf=group, rows=rows, columns=columns)
+    require_contiguous_rows(w_q=w_q, w_sf=w_sf)
+    f, m = w_q.shape[0], 2 * w_q.shape[1]
+    codes_out, sf_out = out or (None, None)
+    codes = output_buffer(codes_out, (f, m), torch.float8_e4m3fn, w_q)
+    sf = output_buffer(sf_out, (triton.cdiv(f, rows), triton.cdiv(m, columns)), torch.uint8, w_q)
+    if not codes.numel():
+        return codes, sf
+    require_runnable("w_q", w_q)
+    launch = WidenLaunch(blocks=max(1, 128 // columns))
+    _widen_fp4[(sf.shape[0], triton.cdiv(sf.shape[1], launch.blocks))](
+        w_q,
+        w_sf,
+        codes,
+        sf,
+        f,
+        m,
+        w_q.stride(0),
+        w_sf.stride(0),
+        FROM=group,
+        ROWS=rows,
+        GROUP=columns,
+        BLOCKS=launch.blocks,
+        num_warps=launch.num_warps,
+    )
+    return codes, sf
+
+
+def require_contiguous_rows(**operands: torch.Tensor) -> None:
+    """Refuse operands whose last axis is strided."""
+    for name, x in operands.items():
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise NotImplementedError(f"{name}: expected contiguous rows, got strides {x.stride()}")
+
+
+def _require_groups(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size & (size - 1) or size < 16:
+            raise NotImplementedError(f"{name}: expected groups of a power of two from 16 up, got {size}")
+
+
+def _formats(
+    x_sf: torch.Tensor,
+    w_q: torch.Tensor,
+    w_sf: torch.Tensor,
+    x_group: int,
+    w_block: tuple[int, int],
+    arch: str,
+    launch: LinearLaunch | None,
+) -> tuple[dict[str, object], LinearLaunch]:
+    """The constants of a kernel for these formats, and its launch."""
+    _require_groups(x_sf=x_group, w_sf=w_block[1])
+    x_folded, w_folded = (sf.dtype == torch.uint8 for sf in (x_sf, w_sf))
+    unfolded = {group for folded, group in ((x_folded, x_group), (w_folded, w_block[1])) if not folded}
+    if len(unfolded) > 1:
+        raise NotImplementedError(f"x_sf, w_sf: expected fp32 scales of one group length, got {sorted(unfolded)}")
+    launch = launch or codes_launch(max(unfolded, default=0), arch)
+    constants = {
+        "X_GROUP": x_group,
+        "X_FOLDED": x_folded,
+        "W_ROWS": w_block[0],
+        "W_GROUP": w_block[1],
+        "W_FOLDED": w_folded,
+        "W_PACKED": w_q.dtype == torch.uint8,
+        "BLOCK_ROWS": launch.block_rows,
+        "BLOCK_FEATURES": launch.block_features,
+        "BLOCK_WIDTH": launch.block_width,
+        "BITS": launch.bits,
+    }
+    return constants, launch

@@ -1,0 +1,284 @@
+"""Linear layers, fast: bf16 products and products of block-scaled bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deeptwin.reference.checks import expect_dtype, expect_multiple, expect_shape
+from deeptwin.reference.config import CodeKind, QuantFormat, ScaleKind
+
+STORAGE = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_DTYPES = {ScaleKind.UE8M0: torch.uint8, ScaleKind.E4M3: torch.float8_e4m3fn, ScaleKind.F32: torch.float32}
+WIDEST_SPREAD = 14
+
+
+def linear_triton(
+    x_tm: Tensor,
+    w_fm: Tensor,
+    bias_f: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`reference.linear.linear` of operands of one dtype.
+
+    Raises:
+        TypeError: an operand or dtype is not bf16, fp16 or fp32; `out` has another dtype.
+        ValueError: shapes disagree; `out` does not fit.
+        NotImplementedError: x_tm and w_fm differ in dtype, or rows are not contiguous.
+    """
+    dims: dict[str, int] = {}
+    expect_shape("x_tm", x_tm, "tm", dims)
+    expect_shape("w_fm", w_fm, "fm", dims)
+    expect_dtype("x_tm", x_tm, *STORAGE)
+    expect_dtype("w_fm", w_fm, *STORAGE)
+    if bias_f is not None:
+        expect_shape("bias_f", bias_f, "f", dims)
+        expect_dtype("bias_f", bias_f, *STORAGE)
+    _check_dtype(dtype)
+    if x_tm.dtype != w_fm.dtype:
+        raise NotImplementedError(f"w_fm: expected {x_tm.dtype} as x_tm, got {w_fm.dtype}")
+    from deeptwin.kernels.triton_ops import linear
+
+    return linear.linear(x_tm, w_fm, bias_f, dtype=dtype, out=out)
+
+
+def linear_codes_triton(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    add_tf: Tensor | None = None,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`reference.linear.linear_codes` for e4m3 rows with UE8M0 or fp32 scales. UE8M0 bytes outside 10 … 245 are
+    beyond what the kernel multiplies exactly.
+
+    Raises:
+        TypeError: codes or scales have another dtype than their format says; add_tf or dtype is not bf16, fp16 or
+            fp32; `out` has another dtype.
+        ValueError: x_fmt has blocks of several rows; codes and scales do not fit their format or each other; `out`
+            does not fit.
+        NotImplementedError: x_fmt has e2m1 codes, a format has e4m3 scales, both have fp32 scales of different groups,
+            a group is no power of two from 16 up, or rows are not contiguous.
+    """
+    _check_rows(x_q, x_sf, x_fmt)
+    _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
+    _check_dtype(dtype)
+    if add_tf is not None:
+        expect_shape("add_tf", add_tf, "tf", {"t": x_q.shape[0], "f": w_q.shape[0]})
+        expect_dtype("add_tf", add_tf, *STORAGE)
+    from deeptwin.kernels.triton_ops import linear
+
+    return linear.linear_codes(
+        x_q, x_sf, w_q, w_sf, add_tf, x_group=x_fmt.group, w_block=(w_fmt.rows, w_fmt.group), dtype=dtype, out=out
+    )
+
+
+def linear_codes_triton_native(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    add_tf: Tensor | None = None,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`linear_codes_triton` by the block-scaled matrix instruction of SM100.
+
+    Raises:
+        TypeError: as `linear_codes_triton`.
+        ValueError: as `linear_codes_triton`.
+        NotImplementedError: x_fmt has e2m1 codes, a scale is not UE8M0 or its group no multiple of 32, the width no
+            multiple of 128, or rows are not contiguous.
+    """
+    _check_rows(x_q, x_sf, x_fmt)
+    _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
+    _check_dtype(dtype)
+    if add_tf is not None:
+        expect_shape("add_tf", add_tf, "tf", {"t": x_q.shape[0], "f": w_q.shape[0]})
+        expect_dtype("add_tf", add_tf, *STORAGE)
+    from deeptwin.kernels.triton_ops import linear_native
+
+    return linear_native.linear_codes(
+        x_q, x_sf, w_q, w_sf, add_tf, x_group=x_fmt.group, w_block=(w_fmt.rows, w_fmt.group), dtype=dtype, out=out
+    )
+
+
+def linear_quant_triton(
+    x_tm: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`reference.linear.linear_quant`: one launch quantises the rows, one multiplies. Values are not inspected.
+
+    Raises:
+        TypeError: x_tm is not bf16, fp16 or fp32; otherwise as `linear_codes_triton`.
+        ValueError: x_tm is not 2-D or its width no multiple of the group; otherwise as `linear_codes_triton`.
+        NotImplementedError: as `linear_codes_triton`.
+    """
+    expect_shape("x_tm", x_tm, "tm", {})
+    expect_dtype("x_tm", x_tm, *STORAGE)
+    _check_x_format(x_fmt)
+    expect_multiple("x_tm (last axis)", x_tm.shape[1], x_fmt.group)
+    _check_weight(w_q, w_sf, w_fmt, x_tm.shape[1])
+    _check_dtype(dtype)
+    from deeptwin.kernels.triton_ops import linear, quant
+
+    x_q, x_sf = quant.quantize(
+        x_tm,
+        rows=1,
+        group=x_fmt.group,
+        code=x_fmt.code.value,
+        scale=x_fmt.scale.value,
+        max_value=x_fmt.max_value,
+        amax_floor=x_fmt.amax_floor,
+    )
+    return linear.linear_codes(
+        x_q, x_sf, w_q, w_sf, None, x_group=x_fmt.group, w_block=(w_fmt.rows, w_fmt.group), dtype=dtype, out=out
+    )
+
+
+def linear_grouped_triton(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    group_sizes_e: Tensor,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    dtype: torch.dtype = torch.bfloat16,
+    trusted_sizes: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`reference.linear.linear_grouped`. With `trusted_sizes` the sizes are not read back from the device: a caller
+    who made them knows that they add up, and rows that no size covers stay unwritten.
+
+    Raises:
+        TypeError: group_sizes_e is neither int32 nor int64; otherwise as `linear_codes_triton`.
+        ValueError: a size is negative, or the sizes do not add up to y; w_q, w_sf and group_sizes_e differ in e;
+            otherwise as `linear_codes_triton`.
+        NotImplementedError: as `linear_codes_triton`.
+    """
+    _check_rows(x_q, x_sf, x_fmt)
+    dims: dict[str, int] = {}
+    expect_shape("w_q", w_q, "efj", dims)
+    expect_shape("w_sf", w_sf, "eng", dims)
+    expect_shape("group_sizes_e", group_sizes_e, "e", dims)
+    expect_dtype("group_sizes_e", group_sizes_e, torch.int32, torch.int64)
+    _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
+    _check_dtype(dtype)
+    if not trusted_sizes:
+        sizes = group_sizes_e.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) != x_q.shape[0]:
+            raise ValueError(f"group_sizes_e: expected sizes from 0 up that add up to y={x_q.shape[0]}, got {sizes}")
+    from deeptwin.kernels.triton_ops import linear
+
+    return linear.linear_grouped(
+        x_q,
+        x_sf,
+        w_q,
+        w_sf,
+        group_sizes_e,
+        x_group=x_fmt.group,
+        w_block=(w_fmt.rows, w_fmt.group),
+        dtype=dtype,
+        out=out,
+    )
+
+
+def widen_fp4_triton(
+    w_q: Tensor,
+    w_sf: Tensor,
+    *,
+    fmt: QuantFormat,
+    out_fmt: QuantFormat,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference.linear.widen_fp4`. The scales are looked at before the launch.
+
+    Raises:
+        TypeError: w_q or w_sf is not uint8; an `out` buffer has another dtype.
+        ValueError: as `reference.linear.widen_fp4`; an `out` buffer does not fit.
+        NotImplementedError: rows are not contiguous, or a block is no power of two from 16 up.
+    """
+    if fmt.code is not CodeKind.E2M1 or fmt.scale is not ScaleKind.UE8M0 or fmt.rows != 1:
+        raise ValueError(f"fmt: expected rows of e2m1 codes with UE8M0 scales, got {fmt.name}")
+    if out_fmt.code is not CodeKind.E4M3 or out_fmt.scale is not ScaleKind.UE8M0 or out_fmt.group % fmt.group:
+        raise ValueError(f"out_fmt: expected e4m3 blocks of whole {fmt.name} groups with UE8M0 scales, got {out_fmt}")
+    expect_shape("w_q", w_q, "fi", {})
+    _check_weight(w_q, w_sf, fmt, 2 * w_q.shape[1])
+    _check_spread(w_q, w_sf, fmt, out_fmt)
+    from deeptwin.kernels.triton_ops import linear
+
+    return linear.widen_fp4(w_q, w_sf, group=fmt.group, out_block=(out_fmt.rows, out_fmt.group), out=out)
+
+
+def _check_spread(w_q: Tensor, w_sf: Tensor, fmt: QuantFormat, out_fmt: QuantFormat) -> None:
+    """Refuse NaN scales, and blocks with something in them that lie too far below the largest of their block."""
+    if bool((w_sf == 255).any()):
+        raise ValueError("w_sf: expected bytes 0 to 254, got 255 (NaN)")
+    if not w_sf.numel():
+        return
+    wide = w_sf.to(torch.float32)[None, None]
+    block = (out_fmt.rows, out_fmt.group // fmt.group)
+    largest = torch.nn.functional.max_pool2d(wide, block, ceil_mode=True)[0, 0]
+    spread = largest.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    below = spread[: w_sf.shape[0], : w_sf.shape[1]].clamp(min=6) - wide[0, 0]
+    has_values = (w_q & 0x77).unflatten(-1, (-1, fmt.group // 2)).amax(-1) > 0
+    worst = torch.where(has_values, below, 0).amax().item()
+    if worst > WIDEST_SPREAD:
+        raise ValueError(
+            f"w_sf: expected scales at most 2^{WIDEST_SPREAD} apart inside one {out_fmt.name} block, got 2^{worst:.0f}"
+        )
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in STORAGE:
+        raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
+
+
+def _check_x_format(x_fmt: QuantFormat) -> None:
+    if x_fmt.rows != 1:
+        raise ValueError(f"x_fmt: expected groups of one row, got {x_fmt.name} with {x_fmt.rows} rows")
+    if x_fmt.code is not CodeKind.E4M3 or x_fmt.scale is ScaleKind.E4M3:
+        raise NotImplementedError(f"x_fmt: expected e4m3 codes with UE8M0 or fp32 scales, got {x_fmt.name}")
+
+
+def _check_rows(x_q: Tensor, x_sf: Tensor, x_fmt: QuantFormat) -> None:
+    _check_x_format(x_fmt)
+    expect_dtype("x_q", x_q, torch.float8_e4m3fn)
+    expect_dtype("x_sf", x_sf, SCALE_DTYPES[x_fmt.scale])
+    dims: dict[str, int] = {}
+    expect_shape("x_q", x_q, "tm", dims)
+    expect_multiple("x_q (last axis)", dims["m"], x_fmt.group)
+    expect_shape("x_sf", x_sf, "tg", dims | {"g": dims["m"] // x_fmt.group})
+
+
+def _check_weight(w_q: Tensor, w_sf: Tensor, w_fmt: QuantFormat, m: int) -> None:
+    """Codes and scales of one weight, or of one for each expert."""
+    packed = w_fmt.code is CodeKind.E2M1
+    expect_dtype("w_q", w_q, torch.uint8 if packed else torch.float8_e4m3fn)
+    expect_dtype("w_sf", w_sf, SCALE_DTYPES[w_fmt.scale])
+    if w_fmt.scale is ScaleKind.E4M3:
+        raise NotImplementedError(f"w_fmt: expected UE8M0 or fp32 scales, got {w_fmt.name}")
+    if w_fmt.rows == 1:
+        expect_multiple("w_q (last axis, in elements)", m, w_fmt.group)
+    lead = "e" if w_q.dim() == 3 else ""
+    dims: dict[str, int] = {"j": m // 2 if packed else m}
+    expect_shape("w_q", w_q, f"{lead}fj", dims)
+    expect_shape("w_sf", w_sf, f"{lead}ng", dims | {"n": -(-dims["f"] // w_fmt.rows), "g": -(-m // w_fmt.group)})
