@@ -221,9 +221,14 @@ def _batch_invariant(inputs: Inputs, context: Context) -> Iterator[Variant]:
     yield from (context.relation.hook or batch_invariant)(inputs, context)
 
 
+def _run_to_run(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    # and its own repeats where half of the rows make no call
+    yield from (context.relation.hook or run_to_run)(inputs, context)
+
+
 VARIANTS: dict[str, Callable[[Inputs, Context], Iterator[Variant]]] = {
     "batch_invariant": _batch_invariant,
-    "run_to_run": run_to_run,
+    "run_to_run": _run_to_run,
     # the card's hook yields the variants of these
     "page_permutation": _hooked,
     "chunk_invariant": _hooked,

@@ -66,10 +66,15 @@ FP8_1X128_UE8M0 = QuantFormat(
 FP8_128X128 = QuantFormat(
     name="fp8_128x128", rows=128, group=128, code=CodeKind.E4M3, scale=ScaleKind.F32, amax_floor=1e-4
 )
+FP8_128X128_UE8M0 = QuantFormat(
+    name="fp8_128x128_ue8m0", rows=128, group=128, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4
+)
 FP8_32X32 = QuantFormat(name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
 MXFP4 = QuantFormat(name="mxfp4", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
 
-QUANT_FORMATS = {f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, FP8_32X32, MXFP4)}
+QUANT_FORMATS = {
+    f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, FP8_128X128_UE8M0, FP8_32X32, MXFP4)
+}
 
 
 class PageLayout(enum.Enum):
