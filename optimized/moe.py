@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from .linear import linear_codes_triton, linear_grouped_triton
 from .swiglu import swiglu_quant_triton
 
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
+MOST_SLOTS = 32
 
 
 class Experts(Protocol):
@@ -110,6 +112,8 @@ def combine_triton(
     expect_dtype("row_tk", row_tk, torch.int32)
     if dtype not in STORAGE:
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
+    if dims["k"] > MOST_SLOTS:
+        raise NotImplementedError(f"row_tk: expected at most {MOST_SLOTS} slots, got {dims['k']}")
     _check_ranks(rank_tk, rule)
     if node_tk is not None and rank_tk is None:
         raise ValueError("node_tk: expected with rank_tk, got it alone")
@@ -157,6 +161,8 @@ def moe_triton(
     expect_shape("weights_tk", weights_tk, "tk", dims)
     expect_dtype("weights_tk", weights_tk, torch.float32)
     expect_shape("experts.w13_q", experts.w13_q, "eij", dims)
+    if dims["k"] > MOST_SLOTS:
+        raise NotImplementedError(f"idx_tk: expected at most {MOST_SLOTS} slots, got {dims['k']}")
     _check_ranks(rank_e, config.combine)
     rank_tk = None
     if rank_e is not None:
@@ -168,10 +174,16 @@ def moe_triton(
     sizes_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
     rows_q, rows_sf = (gather_rows_triton(x, slot_y, topk=dims["k"], inspect_values=False) for x in (x_q, x_sf))
     weight_y = gather_rows_triton(weights_tk.reshape(-1, 1), slot_y, topk=1, inspect_values=False).squeeze(1)
-    formats = {"x_fmt": config.activation, "w_fmt": config.routed}
-    h_yi = linear_grouped_triton(rows_q, rows_sf, experts.w13_q, experts.w13_sf, sizes_e, trusted_sizes=True, **formats)
+    product = partial(
+        linear_grouped_triton,
+        group_sizes_e=sizes_e,
+        x_fmt=config.activation,
+        w_fmt=config.routed,
+        trusted_sizes=True,
+    )
+    h_yi = product(rows_q, rows_sf, experts.w13_q, experts.w13_sf)
     v_q, v_sf = swiglu_quant_triton(h_yi, weight_y, limit=config.swiglu_limit, fmt=config.activation)
-    expert_ym = linear_grouped_triton(v_q, v_sf, experts.w2_q, experts.w2_sf, sizes_e, trusted_sizes=True, **formats)
+    expert_ym = product(v_q, v_sf, experts.w2_q, experts.w2_sf)
     shared_tm = None if shared is None else _shared_expert(x_q, x_sf, shared, config)
     return combine_triton(
         expert_ym, row_tk, rank_tk, None, shared_tm, rule=config.combine, inspect_values=False, out=out
@@ -179,10 +191,10 @@ def moe_triton(
 
 
 def _shared_expert(x_q: Tensor, x_sf: Tensor, shared: Experts, config: MoeConfig) -> Tensor:
-    formats = {"x_fmt": config.activation, "w_fmt": config.shared}
-    h_ti = linear_codes_triton(x_q, x_sf, shared.w13_q, shared.w13_sf, **formats)
+    product = partial(linear_codes_triton, x_fmt=config.activation, w_fmt=config.shared)
+    h_ti = product(x_q, x_sf, shared.w13_q, shared.w13_sf)
     v_q, v_sf = swiglu_quant_triton(h_ti, limit=config.swiglu_limit, fmt=config.activation)
-    return linear_codes_triton(v_q, v_sf, shared.w2_q, shared.w2_sf, **formats)
+    return product(v_q, v_sf, shared.w2_q, shared.w2_sf)
 
 
 def _check_ranks(ranks: Tensor | None, rule: Combine) -> None:

@@ -105,6 +105,10 @@ KINDS = {
     "scales": Kind(
         component="rms_norm", op="rms_norm_quant", output="sf", cases=_default_cases("rms_norm", "rms_norm_quant")
     ),
+    "router-weights": Kind(
+        component="router", op="route", output="weights_tk", cases=_default_cases("router", "route", dtype="fp32")
+    ),
+    "moe-block": Kind(component="moe", op="moe", output="y_tm", cases=_default_cases("moe", "moe")),
 }
 
 

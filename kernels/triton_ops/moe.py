@@ -15,8 +15,6 @@ import triton.language as tl
 from . import require_runnable
 from .quant import output_buffer
 
-MOST_SELECTED = 32
-
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchLaunch:
@@ -333,14 +331,11 @@ def combine(
     """Sums of slots; with ranks, rounded partial sums first.
 
     Raises:
-        NotImplementedError: more than 32 slots.
         ValueError: `out` has another shape or is not contiguous.
         TypeError: `out` has another dtype.
         RuntimeError: expert_ym is on the CPU and kernels are not interpreted.
     """
     (t, topk), width = row_tk.shape, expert_ym.shape[1]
-    if topk > MOST_SELECTED:
-        raise NotImplementedError(f"row_tk: expected at most {MOST_SELECTED} slots, got {topk}")
     y_tm = output_buffer(out, (t, width), dtype, expert_ym)
     if not y_tm.numel():
         return y_tm
