@@ -159,7 +159,7 @@ def test_padding_rows_are_empty_whatever_they_hold() -> None:
 def test_the_epsilon_shows_on_far_negative_logits(logit: float, share: float) -> None:
     """v3-v32-v4.md section 7.2."""
     logits = torch.full((1, 8), float(logit))
-    assert plain(logits, EIGHT)[1].sum().item() / 1.5 == pytest.approx(share, rel=2e-3)
+    assert plain(logits, EIGHT)[1].sum().item() / 1.5 == pytest.approx(share, abs=6e-4)
     exact = replace(EIGHT, weight_sum=WeightSum.EXACT)
     assert plain(logits, exact)[1].sum().item() / 1.5 == pytest.approx(1, rel=1e-6)
 

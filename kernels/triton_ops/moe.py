@@ -21,7 +21,7 @@ class DispatchLaunch:
     """Slots that a program counts, chunks whose counts it adds up, experts side by side. It changes no result."""
 
     chunk: int = 128
-    chunk_counts: int = 256
+    chunk_counts: int = 64
     expert_block: int = 64
     num_warps: int = 4
 
@@ -67,24 +67,33 @@ def _count_slots(
 def _add_up_chunks(count_ptr, total_ptr, num_chunks, CHUNK_COUNTS: tl.constexpr):
     """Replace the counts of an expert by the number of its slots in earlier chunks; keep the total."""
     expert = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, CHUNK_COUNTS)
     before = tl.program_id(0) * 0
     for start in range(0, num_chunks, CHUNK_COUNTS):
-        chunk = start + tl.arange(0, CHUNK_COUNTS)
-        inside = chunk < num_chunks
-        count = tl.load(count_ptr + expert * num_chunks + chunk, mask=inside, other=0)
-        tl.store(count_ptr + expert * num_chunks + chunk, before + tl.cumsum(count, axis=0) - count, mask=inside)
+        inside = start + place < num_chunks
+        count_at = count_ptr + expert * num_chunks + start + place
+        count = tl.load(count_at, mask=inside, other=0)
+        # a prefix sum of few numbers by comparison: the scan of the Ascend chain cannot be run on a CPU
+        earlier = tl.sum(tl.where(place[None, :] < place[:, None], count[None, :], 0), axis=1)
+        tl.store(count_at, before + earlier, mask=inside)
         before += tl.sum(count, axis=0)
     tl.store(total_ptr + expert, before)
 
 
 @triton.jit
-def _place_experts(total_ptr, start_ptr, end_ptr, num_experts, alignment, EXPERTS: tl.constexpr):
+def _place_experts(
+    total_ptr, start_ptr, end_ptr, num_experts, alignment, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr
+):
     """First row of each expert, a multiple of `alignment`, and the row behind its last one."""
     expert = tl.arange(0, EXPERTS)
     inside = expert < num_experts
     total = tl.load(total_ptr + expert, mask=inside, other=0)
-    aligned = (total + alignment - 1) // alignment * alignment
-    start = tl.cumsum(aligned, axis=0) - aligned
+    start = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, num_experts, EXPERT_BLOCK):
+        other = first + tl.arange(0, EXPERT_BLOCK)
+        size = tl.load(total_ptr + other, mask=other < num_experts, other=0)
+        aligned = (size + alignment - 1) // alignment * alignment
+        start += tl.sum(tl.where(other[None, :] < expert[:, None], aligned[None, :], 0), axis=1)
     tl.store(start_ptr + expert, start, mask=inside)
     tl.store(end_ptr + expert, start + total, mask=inside)
 
@@ -265,9 +274,18 @@ def dispatch(
         EXPERT_BLOCK=launch.expert_block,
         num_warps=launch.num_warps,
     )
-    _add_up_chunks[(num_experts,)](count, total, num_chunks, CHUNK_COUNTS=launch.chunk_counts, num_warps=1)
+    _add_up_chunks[(num_experts,)](count, total, num_chunks, CHUNK_COUNTS=launch.chunk_counts, num_warps=4)
     experts = max(triton.next_power_of_2(num_experts), 32)
-    _place_experts[(1,)](total, start, end_e, num_experts, alignment, EXPERTS=experts, num_warps=launch.num_warps)
+    _place_experts[(1,)](
+        total,
+        start,
+        end_e,
+        num_experts,
+        alignment,
+        EXPERTS=experts,
+        EXPERT_BLOCK=32,
+        num_warps=launch.num_warps,
+    )
     slot_y.fill_(-1)
     _place_slots[(num_chunks,)](
         idx_tk,

@@ -34,9 +34,6 @@ from ..rules import Bitwise, Budget, Close, Judgement, Oracles
 
 MUTANTS = "deeptwin.parity.mutants.moe"
 PEERS = "deeptwin.parity.peers.moe"
-LAUNCHES = "deeptwin.parity.builds.launches.moe"
-KERNELS = "deeptwin.kernels.triton_ops.moe"
-OPTIMIZED = "deeptwin.optimized.moe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,9 +259,10 @@ def cases_dispatch(full: bool) -> list[DispatchCase]:
     found = [replace(small, routing=r) for r in ("random", "one", "two", "holes", "none", "ascending")]
     found += [replace(small, alignment=a, routing="holes") for a in (4, 16, 128)]
     found += [replace(small, tokens=t) for t in (0, 1)] + [DispatchCase(tokens=3, topk=1, experts=1, alignment=8)]
-    found += [DispatchCase(tokens=3, topk=6, experts=384), DispatchCase(tokens=65, topk=2, experts=5, alignment=8)]
+    found += [DispatchCase(tokens=3, topk=6, experts=90), DispatchCase(tokens=65, topk=2, experts=5, alignment=8)]
     found += [DispatchCase(tokens=129, topk=1, experts=3, routing="holes")]
     if full:
+        found += [DispatchCase(tokens=3, topk=6, experts=384)]
         found += [DispatchCase(tokens=300, topk=6, experts=e, alignment=a) for e, a in ((16, 128), (100, 1), (384, 8))]
     return list({case.id: case for case in found}.values())
 
@@ -303,8 +301,7 @@ def cases_moe(full: bool) -> list[MoeCase]:
     """Regimes and limits on a small block, groups of nothing, one and more than a tile, both combines, V3's formats."""
     small = MoeCase(tokens=4, topk=3, experts=6, width=128, inner=64)
     found = [replace(small, regime=r) for r in (*REGIMES, "clamped")]
-    least = MoeCase(tokens=3, topk=2, experts=3, width=64, inner=32)  # relations make many calls
-    found += [least, replace(least, routing="holes", tokens=4), replace(least, ranks=2, shared=False)]
+    found += [MoeCase(tokens=2, topk=2, experts=3, width=64, inner=32)]  # relations make many calls
     found += [replace(small, regime="low_gate", shared=False)]
     found += [
         replace(small, ranks=3, topk=6, experts=12),
@@ -312,10 +309,11 @@ def cases_moe(full: bool) -> list[MoeCase]:
         replace(small, routing="none"),
     ]
     found += [replace(small, tokens=0), replace(small, shared=False, tokens=1)]
-    found += [replace(small, tokens=70, topk=2, experts=3, routing="two", shared=False)]
+    found += [replace(small, tokens=66, topk=1, experts=2, routing="one", shared=False)]
     found += [replace(small, model="v3", width=256, inner=128, tokens=3)]
-    found += [MoeCase(tokens=2, topk=3, experts=16, width=512, inner=256)]
+    found += [MoeCase(tokens=2, topk=2, experts=8, width=256, inner=128)]
     if full:
+        found += [MoeCase(tokens=2, topk=3, experts=16, width=512, inner=256)]
         found += [replace(small, tokens=33, regime=r, ranks=n) for r in REGIMES for n in (0, 3)]
         found += [MoeCase(tokens=3, topk=6, experts=32, width=1024, inner=512)]
         found += [replace(small, tokens=130, topk=2, experts=2, routing="one", regime="mean1")]
@@ -452,10 +450,6 @@ def _control(function: str) -> Candidate:
     return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
-def _build(name: str, kernel: str, launch: str) -> BuildCase:
-    return BuildCase(name=name, kernel=f"{KERNELS}:{kernel}", launch=f"{LAUNCHES}:{launch}", expect=NO_PRODUCT | VECTOR)
-
-
 DISPATCH = Op(
     name="dispatch",
     reference="deeptwin.reference.moe:dispatch",
@@ -465,12 +459,32 @@ DISPATCH = Op(
     rows={"idx_tk": 0},
     out_rows={"row_tk": 0},
     relations=(Relation(name="run_to_run", axis="repeats", only=few_slots),),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:dispatch_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.moe:dispatch_triton"),),
     builds=(
-        _build("v41-count", "_count_slots", "dispatch_v41"),
-        _build("v41-chunks", "_add_up_chunks", "dispatch_v41"),
-        _build("v41-experts", "_place_experts", "dispatch_v41"),
-        _build("v41-slots", "_place_slots", "dispatch_v41"),
+        BuildCase(
+            name="v41-count",
+            kernel="deeptwin.kernels.triton_ops.moe:_count_slots",
+            launch="deeptwin.parity.builds.launches.moe:dispatch_v41",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="v41-chunks",
+            kernel="deeptwin.kernels.triton_ops.moe:_add_up_chunks",
+            launch="deeptwin.parity.builds.launches.moe:dispatch_v41",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="v41-experts",
+            kernel="deeptwin.kernels.triton_ops.moe:_place_experts",
+            launch="deeptwin.parity.builds.launches.moe:dispatch_v41",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="v41-slots",
+            kernel="deeptwin.kernels.triton_ops.moe:_place_slots",
+            launch="deeptwin.parity.builds.launches.moe:dispatch_v41",
+            expect=NO_PRODUCT | VECTOR,
+        ),
     ),
     mutants=(
         _mutant("dispatch_last_token_first", "U46", "the rows of an expert come in the order of falling tokens"),
@@ -500,10 +514,20 @@ ROWS = Op(
         Relation(name="batch_invariant", axis="rows", only=few_slots),
         Relation(name="run_to_run", axis="repeats", only=few_slots),
     ),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:gather_rows_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.moe:gather_rows_triton"),),
     builds=(
-        _build("v41-codes", "_gather_rows", "rows_v41_codes"),
-        _build("v41-weights", "_gather_rows", "rows_v41_weights"),
+        BuildCase(
+            name="v41-codes",
+            kernel="deeptwin.kernels.triton_ops.moe:_gather_rows",
+            launch="deeptwin.parity.builds.launches.moe:rows_v41_codes",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="v41-weights",
+            kernel="deeptwin.kernels.triton_ops.moe:_gather_rows",
+            launch="deeptwin.parity.builds.launches.moe:rows_v41_weights",
+            expect=NO_PRODUCT | VECTOR,
+        ),
     ),
     mutants=(
         _mutant("rows_padding_is_row_0", "U58", "a row without a slot is a copy of the first token"),
@@ -535,11 +559,26 @@ COMBINE = Op(
             only=lambda case: few_sums(case) and getattr(case, "ranks", 0) > 0,
         ),
     ),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:combine_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.moe:combine_triton"),),
     builds=(
-        _build("v41-single", "_combine_slots", "combine_v41"),
-        _build("v41-multiple", "_combine_groups", "combine_v41_ranks"),
-        _build("v41-nodes", "_combine_groups", "combine_v41_nodes"),
+        BuildCase(
+            name="v41-single",
+            kernel="deeptwin.kernels.triton_ops.moe:_combine_slots",
+            launch="deeptwin.parity.builds.launches.moe:combine_v41",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="v41-multiple",
+            kernel="deeptwin.kernels.triton_ops.moe:_combine_groups",
+            launch="deeptwin.parity.builds.launches.moe:combine_v41_ranks",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="v41-nodes",
+            kernel="deeptwin.kernels.triton_ops.moe:_combine_groups",
+            launch="deeptwin.parity.builds.launches.moe:combine_v41_nodes",
+            expect=NO_PRODUCT | VECTOR,
+        ),
     ),
     peers=(
         Peer(
@@ -594,7 +633,7 @@ MOE = Op(
         Relation(name="run_to_run", axis="repeats", only=few_experts),
         Relation(name="head_permutation", axis="experts and replicas", hook=experts_renumbered, only=single),
     ),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:moe_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.moe:moe_triton"),),
     peers=(
         Peer(
             name="transformers-v4",

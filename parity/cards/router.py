@@ -31,8 +31,6 @@ from ..relations import Context, Variant, batch_invariant, row_chunks
 from ..rules import Bitwise, Judgement, Oracles, Within, Worst
 
 MUTANTS = "deeptwin.parity.mutants.router"
-LAUNCHES = "deeptwin.parity.builds.launches.router"
-KERNELS = "deeptwin.kernels.triton_ops.router"
 # relative error of a score and of each of the three steps behind it: four units of 2^-24
 U = 2.0**-22
 SMALLEST_NORMAL = 2.0**-126
@@ -451,10 +449,6 @@ def _control(function: str) -> Candidate:
     return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
-def _build(name: str, kernel: str, launch: str) -> BuildCase:
-    return BuildCase(name=name, kernel=f"{KERNELS}:{kernel}", launch=f"{LAUNCHES}:{launch}", expect=NO_PRODUCT | VECTOR)
-
-
 OUTPUTS = (
     Output(name="idx_tk", rule=Selection(), dtype=torch.int64),
     Output(name="weights_tk", rule=Within(u=U, interval=weight_interval)),
@@ -483,9 +477,24 @@ ROUTE = Op(
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.router:route_triton"),),
     builds=(
-        _build("v41", "_route", "route_v41"),
-        _build("v41-draft", "_route", "route_v41_draft"),
-        _build("v3-groups", "_route", "route_v3"),
+        BuildCase(
+            name="v41",
+            kernel="deeptwin.kernels.triton_ops.router:_route",
+            launch="deeptwin.parity.builds.launches.router:route_v41",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="v41-draft",
+            kernel="deeptwin.kernels.triton_ops.router:_route",
+            launch="deeptwin.parity.builds.launches.router:route_v41_draft",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="v3-groups",
+            kernel="deeptwin.kernels.triton_ops.router:_route",
+            launch="deeptwin.parity.builds.launches.router:route_v3",
+            expect=NO_PRODUCT | VECTOR,
+        ),
     ),
     peers=(
         Peer(
@@ -588,7 +597,14 @@ HASH = Op(
         Relation(name="masked_equals_absent", axis="padding rows", hook=padding_changes_nothing, only=few_calls),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.router:route_hash_triton"),),
-    builds=(_build("v4-pro", "_route_hash", "hash_v4_pro"),),
+    builds=(
+        BuildCase(
+            name="v4-pro",
+            kernel="deeptwin.kernels.triton_ops.router:_route_hash",
+            launch="deeptwin.parity.builds.launches.router:hash_v4_pro",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     peers=(
         Peer(
             name="transformers-v4",
@@ -623,7 +639,14 @@ REPLICAS = Op(
     out_rows={"physical_tk": 0},
     relations=(Relation(name="run_to_run", axis="repeats", only=lambda case: case.tokens < 1000),),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.router:map_replicas_triton"),),
-    builds=(_build("v41", "_map_replicas", "replicas_v41"),),
+    builds=(
+        BuildCase(
+            name="v41",
+            kernel="deeptwin.kernels.triton_ops.router:_map_replicas",
+            launch="deeptwin.parity.builds.launches.router:replicas_v41",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     mutants=(
         _mutant("replica_product_wraps", "U67", "row · 23333 is taken in 32 bits"),
         _mutant("replica_ignores_rank", "U67", "every rank takes the same replica"),
