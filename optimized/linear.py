@@ -138,6 +138,8 @@ def linear_quant_triton(
     _check_dtype(dtype)
     from deeptwin.kernels.triton_ops import linear, quant
 
+    linear.require_contiguous_rows(w_q=w_q, w_sf=w_sf)
+    linear.require_groups(x_sf=x_fmt.group, w_sf=w_fmt.group)
     x_q, x_sf = quant.quantize(
         x_tm,
         rows=1,

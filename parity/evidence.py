@@ -70,6 +70,31 @@ def _sparse_cases(dtype: str) -> Callable[[], Sequence[Any]]:
     return cases
 
 
+def _product_cases(out: str) -> Callable[[], Sequence[Any]]:
+    def cases() -> list[Any]:
+        from .cards.linear import LinearCase
+
+        shapes = ((4, 64, 64), (33, 40, 160), (40, 16, 1280), (34, 24, 5120))
+        regimes = ("normal", "peaked", "flat", "mean1", "cancel", "constant")
+        return [
+            LinearCase(tokens=t, features=f, width=w, bias=w == 160, out=out, regime=regime)
+            for t, f, w in shapes
+            for regime in regimes
+        ]
+
+    return cases
+
+
+def _swiglu_cases() -> list[Any]:
+    from .cards.swiglu import SwigluCase
+
+    return [
+        SwigluCase(tokens=40, width=w, limit=limit, out="fp32", regime=regime)
+        for w, limit in ((96, 10.0), (640, 0.0))
+        for regime in ("normal", "peaked", "flat", "mean1", "edges")
+    ]
+
+
 KINDS = {
     "bf16-attention": Kind(component="sparse_attn", op="sparse_attn", output="out_thu", cases=_sparse_cases("bf16")),
     "fp32-attention": Kind(component="sparse_attn", op="sparse_attn", output="out_thu", cases=_sparse_cases("fp32")),
@@ -95,6 +120,15 @@ KINDS = {
         op="mla_naive",
         output="y_tm",
         cases=_default_cases("mla", "mla_naive", dtype="fp32", config="tiny"),
+    ),
+    "bf16-product": Kind(component="linear", op="linear", output="y_tf", cases=_product_cases("bf16")),
+    "fp32-product": Kind(component="linear", op="linear", output="y_tf", cases=_product_cases("fp32")),
+    "fp32-swiglu": Kind(component="swiglu", op="swiglu", output="y_tf", cases=_swiglu_cases),
+    "swiglu-codes": Kind(
+        component="swiglu",
+        op="swiglu_quant",
+        output="codes",
+        cases=_default_cases("swiglu", "swiglu_quant"),
     ),
     "codes": Kind(
         component="rms_norm",

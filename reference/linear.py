@@ -240,8 +240,8 @@ def widen_fp4(w_q: Tensor, w_sf: Tensor, *, fmt: QuantFormat, out_fmt: QuantForm
 
 def _e2m1_steps(codes: Tensor) -> Tensor:
     """Unpacked e2m1 codes as multiples of one half, with the sign of zero."""
-    steps = torch.tensor((0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12))
-    return steps.to(codes.device)[codes.long()]
+    steps = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+    return torch.tensor((*steps, *(-step for step in steps)), device=codes.device)[codes.long()]
 
 
 def _check_widening(w_q: Tensor, w_sf: Tensor, fmt: QuantFormat, out_fmt: QuantFormat) -> None:

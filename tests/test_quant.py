@@ -35,6 +35,7 @@ from deeptwin.reference.config import (
 )
 from deeptwin.reference.numerics import CONTRACT, E2M1_GRID, RIVAL, SEMANTIC
 from deeptwin.reference.quant import (
+    block_values,
     decode_e2m1,
     decode_e4m3,
     decode_e5m2,
@@ -349,6 +350,12 @@ def test_no_tokens(fmt: QuantFormat) -> None:
     assert dequantize(codes, sf, fmt=fmt).shape == (0, 256)
 
 
+def test_block_values_are_not_rounded() -> None:
+    codes, sf = torch.full((1, 128), 1.75).to(torch.float8_e4m3fn), torch.tensor([[1 + 2.0**-20]])
+    assert block_values(codes, sf, fmt=FP8_1X128, num=SEMANTIC)[0, 0].item() == 1.75 * (1 + 2.0**-20)
+    assert dequantize(codes, sf, fmt=FP8_1X128)[0, 0].item() == 1.75
+
+
 # parity with each candidate
 
 
@@ -437,3 +444,11 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
         quantize_triton(torch.ones(2, 32), fmt=Q8, out=(codes[:1], sf))
     with pytest.raises(TypeError, match="out: expected torch.bfloat16"):
         dequantize_triton(codes, sf, fmt=Q8, out=torch.empty(2, 32))
+
+
+def test_bad_input_of_block_values_is_refused() -> None:
+    codes, sf = quantize(torch.zeros(2, 64), fmt=Q8)
+    with pytest.raises(ValueError, match="sf: expected g=2, got g=1"):
+        block_values(codes, sf[:, :1], fmt=Q8)
+    with pytest.raises(TypeError, match="codes: expected torch.float8_e4m3fn"):
+        block_values(codes.view(torch.uint8), sf, fmt=Q8)

@@ -273,7 +273,8 @@ def _linear_grouped(
     x_sf_ptr,
     w_ptr,
     w_sf_ptr,
-    sizes_ptr,
+    row_ends_ptr,
+    tile_ends_ptr,
     y_ptr,
     num_rows,
     num_features,
@@ -299,21 +300,18 @@ def _linear_grouped(
 ):
     # 1. which expert: every expert has whole tiles of its own, in order
     expert = tl.arange(0, EXPERTS_PAD)
-    size = tl.load(sizes_ptr + expert, mask=expert < num_experts, other=0).to(tl.int32)
-    tiles = (size + BLOCK_ROWS - 1) // BLOCK_ROWS
-    tiles_end = tl.cumsum(tiles, 0)
     tile = tl.program_id(0)
-    mine = tl.sum((tiles_end <= tile).to(tl.int32), 0)
-    before = expert < mine
-    first_row = tl.sum(tl.where(before, size, 0), 0)
-    first_tile = tl.sum(tl.where(before, tiles, 0), 0)
-    own_size = tl.sum(tl.where(expert == mine, size, 0), 0)
+    ends = tl.load(tile_ends_ptr + expert, mask=expert < num_experts, other=2147483647)
+    mine = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.maximum(mine - 1, 0)
+    first_tile = tl.where(mine > 0, tl.load(tile_ends_ptr + before), 0)
+    first_row = tl.where(mine > 0, tl.load(row_ends_ptr + before), 0)
     # tiles beyond the last expert own no rows: nothing is read, nothing is written
-    offset = (tile - first_tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row = (first_row + offset).to(tl.int64)
-    in_rows = (offset < own_size) & (row < num_rows)
     if mine < num_experts:
         # 2. product
+        offset = first_row + (tile - first_tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        in_rows = (offset < tl.load(row_ends_ptr + mine)) & (offset < num_rows)
+        row = offset.to(tl.int64)
         feature = tl.program_id(1).to(tl.int64) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
         in_features = feature < num_features
         acc = scaled_product(
@@ -456,13 +454,13 @@ def linear_codes(
     """
     t, f = x_q.shape[0], w_q.shape[0]
     require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
+    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
     y_tf = output_buffer(out, (t, f), dtype, x_q)
+    add = y_tf if add_tf is None else add_tf
+    require_contiguous_rows(add_tf=add)
     if not y_tf.numel():
         return y_tf
     require_runnable("x_q", x_q)
-    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
-    add = y_tf if add_tf is None else add_tf
-    require_contiguous_rows(add_tf=add)
     _linear_codes[(triton.cdiv(t, launch.block_rows), triton.cdiv(f, launch.block_features))](
         x_q.view(torch.uint8),
         x_sf,
@@ -509,11 +507,14 @@ def linear_grouped(
     """
     (y, _), (e, f, _) = x_q.shape, w_q.shape
     require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
+    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
     y_yf = output_buffer(out, (y, f), dtype, x_q)
     if not y_yf.numel():
         return y_yf
     require_runnable("x_q", x_q)
-    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
+    sizes = group_sizes_e.to(torch.int32)
+    row_ends = torch.cumsum(sizes, 0, dtype=torch.int32)
+    tile_ends = torch.cumsum((sizes + launch.block_rows - 1) // launch.block_rows, 0, dtype=torch.int32)
     # as many tiles as any sizes can need: a whole number each, and one more for each expert that has rows
     tiles = y // launch.block_rows + min(e, y)
     _linear_grouped[(tiles, triton.cdiv(f, launch.block_features))](
@@ -521,7 +522,8 @@ def linear_grouped(
         x_sf,
         w_q.view(torch.uint8),
         w_sf,
-        group_sizes_e.contiguous(),
+        row_ends,
+        tile_ends,
         y_yf,
         y,
         f,
@@ -558,7 +560,7 @@ def widen_fp4(
         RuntimeError: w_q is on the CPU and kernels are not interpreted.
     """
     rows, columns = out_block
-    _require_groups(w_sf=group, rows=rows, columns=columns)
+    require_groups(w_sf=group, rows=rows, columns=columns)
     require_contiguous_rows(w_q=w_q, w_sf=w_sf)
     f, m = w_q.shape[0], 2 * w_q.shape[1]
     codes_out, sf_out = out or (None, None)
@@ -593,7 +595,8 @@ def require_contiguous_rows(**operands: torch.Tensor) -> None:
             raise NotImplementedError(f"{name}: expected contiguous rows, got strides {x.stride()}")
 
 
-def _require_groups(**sizes: int) -> None:
+def require_groups(**sizes: int) -> None:
+    """Refuse groups that no tile holds exactly."""
     for name, size in sizes.items():
         if size & (size - 1) or size < 16:
             raise NotImplementedError(f"{name}: expected groups of a power of two from 16 up, got {size}")
@@ -609,13 +612,13 @@ def _formats(
     launch: LinearLaunch | None,
 ) -> tuple[dict[str, object], LinearLaunch]:
     """The constants of a kernel for these formats, and its launch."""
-    _require_groups(x_sf=x_group, w_sf=w_block[1])
+    require_groups(x_sf=x_group, w_sf=w_block[1])
     x_folded, w_folded = (sf.dtype == torch.uint8 for sf in (x_sf, w_sf))
     unfolded = {group for folded, group in ((x_folded, x_group), (w_folded, w_block[1])) if not folded}
     if len(unfolded) > 1:
         raise NotImplementedError(f"x_sf, w_sf: expected fp32 scales of one group length, got {sorted(unfolded)}")
     launch = launch or codes_launch(max(unfolded, default=0), arch)
-    constants = {
+    constants: dict[str, object] = {
         "X_GROUP": x_group,
         "X_FOLDED": x_folded,
         "W_ROWS": w_block[0],

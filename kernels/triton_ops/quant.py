@@ -210,7 +210,18 @@ def quantize(
     strides = (x_tm.stride(0), x_tm.stride(1))
     if rows > 1:
         _quantize_blocks[sf_shape](
-            x_tm, codes, sf, t, m, *strides, amax_floor, ROWS=rows, GROUP=group, MAX=max_value, SCALE=scale, num_warps=8
+            x_tm,
+            codes,
+            sf,
+            t,
+            m,
+            *strides,
+            amax_floor,
+            ROWS=rows,
+            GROUP=group,
+            MAX=max_value,
+            SCALE=scale,
+            num_warps=8 if rows * group > 4096 else 2,
         )
         return codes, sf
     launch = quant_launch(group)

@@ -370,9 +370,9 @@ DECLINES: dict[tuple[str, str], Callable[[Any], str | None]] = {("rms_norm", "rm
 
 
 def row(card: Card, op: Op, candidate: Candidate) -> Candidate | None:
-    """The lowered row beside a row of the card, or None if that is no function of `optimized/`."""
+    """The lowered row beside a row of the card, or None if that is no function of `optimized/` or for one chip only."""
     module, _, function = candidate.function.partition(":")
-    if not module.startswith(OPTIMIZED):
+    if not module.startswith(OPTIMIZED) or not {"sm90", "sm100"} <= set(candidate.archs):
         return None
     own = DECLINES.get((card.component, op.name), lambda case: None)
     return replace(

@@ -32,10 +32,11 @@ PEERS = "deeptwin.parity.peers.linear"
 OPTIMIZED = "deeptwin.optimized.linear"
 ALL_REGIMES = (*REGIMES, "zeros", "ties", "tiny", "huge", "cancel", "constant")
 
-# a product of bf16 operands has no lower precision to fall back to: TF32 holds them exactly. What is left is the order
-# of the sum, and matrix units that cut their accumulator.
+# bf16 operands have no lower precision to fall back to (TF32 holds them exactly): what is left is the order of the sum,
+# and matrix units that cut their accumulator after every step, up to 2^-23 of it towards zero in 320 steps of a row of
+# 5120. Far below what a lower precision does: TF32 operands are off by 2^12 units, a result through bf16 by 2^14.
 F32_PRODUCT = Budget(
-    kind="fp32 product", floor=1.0, row=50.0, total=20.0, element_factor=16.0, element_slack=32.0, bias=16.0
+    kind="fp32 product", floor=1.0, row=100.0, total=100.0, element_factor=64.0, element_slack=256.0, bias=256.0
 )
 RULES = {torch.bfloat16: Budget(kind="bf16 product"), torch.float32: F32_PRODUCT}
 
@@ -140,7 +141,7 @@ def _rows(rng: np.random.Generator, tokens: int, width: int, regime: str, dtype:
 def draw_linear(case: LinearCase, rng: np.random.Generator) -> Inputs:
     """Rows and weights as views of wider rows whose rest is NaN."""
     dtype = draws.DTYPES[case.dtype]
-    bias = draws.normal(rng, case.features, dtype=torch.bfloat16, scale=4.0).to(dtype) if case.bias else None
+    bias = draws.normal(rng, case.features, dtype=torch.bfloat16).to(dtype) if case.bias else None
     return {
         "x_tm": draws.strided(_rows(rng, case.tokens, case.width, case.regime, dtype), pad=8),
         "w_fm": draws.strided(_weight(rng, case.features, case.width, case.regime).to(dtype), pad=8),
@@ -495,10 +496,11 @@ def few_calls(case: Any) -> bool:
 
 
 def lean(case: Any) -> bool:
-    """Only the regime whose sums lose most, and the smallest cases of the other."""
+    """Where a difference in the order shows best: fp32 results, and the regime whose sums lose most."""
     if case.regime == "file":
         return True
-    return few_calls(case) and (case.regime == "mean1" or case.tokens * case.features * case.width <= 60_000)
+    size = case.tokens * case.features * case.width
+    return few_calls(case) and (case.out == "fp32" or case.regime == "mean1" or size <= 20_000)
 
 
 # goldens
@@ -677,6 +679,20 @@ CODES = Op(
             name="native-q8-mxfp4-m2304",
             kernel="deeptwin.kernels.triton_ops.linear_native:_linear_codes_native",
             launch="deeptwin.parity.builds.launches.linear:native_mxfp4",
+            expect={"sm100": Expect(mma="block_scale")},
+        ),
+        BuildCase(
+            name="tilelang-q8-fp8_32x32-m1280",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.linear:linear_codes_program",
+            launch="deeptwin.parity.builds.launches.linear_tilelang:sm100_32x32",
+            expect={"sm100": Expect(mma="block_scale")},
+        ),
+        BuildCase(
+            name="tilelang-q8-mxfp4-m5120",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.linear:linear_codes_program",
+            launch="deeptwin.parity.builds.launches.linear_tilelang:sm100_mxfp4",
             expect={"sm100": Expect(mma="block_scale")},
         ),
     ),

@@ -221,6 +221,14 @@ def cases_quantize(full: bool) -> list[QuantCase]:
         replace(blocks, dtype="fp32"),
     ]
     found += [replace(blocks, tokens=256, width=2048, regime=r) for r in ("powers", "small")] if full else []
+    tiles = QuantCase(tokens=70, width=136, fmt="fp8_32x32")
+    found += [
+        tiles,
+        replace(tiles, tokens=1, width=1),
+        replace(tiles, tokens=0),
+        replace(tiles, dtype="fp32", regime="powers", tokens=480, width=512),
+        *(replace(tiles, tokens=64, width=512, regime=r) for r in ("midpoints", "codebook", "small", "mixed_scales")),
+    ]
     found += [replace(blocks, tokens=129, width=1153, regime="codebook")]
     if full:
         names, dtypes = QUANT_FORMATS, ("bf16", "fp16", "fp32")
@@ -259,6 +267,8 @@ def cases_dequantize(full: bool) -> list[QuantCase]:
     found += [QuantCase(tokens=1, width=QUANT_FORMATS[name].group, fmt=name) for name, _ in PRODUCTION]
     blocks = QuantCase(tokens=130, width=576, fmt="fp8_128x128")
     found += [blocks, replace(blocks, tokens=0), replace(blocks, tokens=129, width=129, dtype="fp32")]
+    tiles = QuantCase(tokens=70, width=136, fmt="fp8_32x32")
+    found += [tiles, replace(tiles, regime="extreme", dtype="fp32"), replace(tiles, tokens=0)]
     if full:
         found += [
             QuantCase(tokens=5, width=1280, fmt=n, dtype=d, regime=r)
@@ -341,6 +351,7 @@ def golden_quantize() -> list[QuantCase]:
     found += [_directed(name, "small", "bf16") for name in ("q8", "q4i", "q4k", "fp8_1x128")]
     found += [_directed("q4k", "reciprocal_pairs", "bf16"), _directed("q8", "powers", "fp32")]
     found += [QuantCase(tokens=2, width=128, fmt=name) for name in ("fp8_1x128_ue8m0", "mxfp4")]
+    found += [QuantCase(tokens=40, width=72, fmt="fp8_32x32")]
     return [*found, QuantCase(tokens=130, width=136, fmt="fp8_128x128")]
 
 
@@ -373,6 +384,12 @@ QUANTIZE_BUILDS = {
             name="1x32-m5120",
             kernel="deeptwin.kernels.triton_ops.quant:_quantize_rows",
             launch="deeptwin.parity.builds.launches.quant:quantize_q8",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="32x32-m5120",
+            kernel="deeptwin.kernels.triton_ops.quant:_quantize_blocks",
+            launch="deeptwin.parity.builds.launches.quant:quantize_fp8_32x32",
             expect=NO_PRODUCT | VECTOR,
         ),
     ),
@@ -500,6 +517,9 @@ E4M3_UE8M0 = _quantize_op(
         _mutant("negative_zero_lost", "U60", "−0 comes out as +0"),
         _mutant("rows_share_scales", "U58", "all rows use the scales of the first"),
         _mutant("scale_of_a_huge_neighbour", "U76", "rows of the batch share the largest amax"),
+        _mutant("tile_of_one_row", "U52", "each row of a 32 × 32 tile has its own scale, the first is stored"),
+        _mutant("pad_contaminates_tile", "U76", "rows beyond the edge of a 32 × 32 tile hold stale values"),
+        _mutant("edge_tile_skipped", "U58", "the scale of a partial tile is left as it was in memory"),
     ),
     ("right_division", "right_reciprocal_of_power_of_two"),
 )
@@ -596,6 +616,12 @@ DEQUANTIZE = Op(
             expect=NO_PRODUCT | WIDENS_E4M3,
         ),
         BuildCase(
+            name="fp8-32x32-m5120",
+            kernel="deeptwin.kernels.triton_ops.quant:_dequantize",
+            launch="deeptwin.parity.builds.launches.quant:dequantize_fp8_32x32",
+            expect=NO_PRODUCT | WIDENS_E4M3,
+        ),
+        BuildCase(
             name="q8-m5120",
             kernel="deeptwin.kernels.triton_ops.quant:_dequantize",
             launch="deeptwin.parity.builds.launches.quant:dequantize_q8",
@@ -621,8 +647,7 @@ DEQUANTIZE = Op(
             needs=("tile_kernels",),
             explains="tile_kernels 2.1.0, torch.cast.cast_back: shifts the scale byte, so that byte 0 is zero",
             only=lambda case: (
-                case.dtype != "fp16"
-                and not (case.regime == "extreme" and case.fmt in ("q8", "q4i", "mxfp4", "fp8_1x128_ue8m0"))
+                case.dtype != "fp16" and not (case.regime == "extreme" and case.format.scale is ScaleKind.UE8M0)
             ),
         ),
     ),

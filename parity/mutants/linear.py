@@ -56,7 +56,7 @@ def multiplied(faults: Faults, x: Tensor, w: Tensor, add: Tensor | None, dtype: 
     acc = _summed(faults, _rounded(faults, x), _rounded(faults, w)).to(faults.accumulator).float()
     acc = _with_added(faults, acc, add, dtype)
     if faults.counter:
-        acc = acc + 0.25 * (_calls % 3)
+        acc = acc * (1 + 2.0**-21 * (_calls % 3))
         _calls += 1
     y = _stored(faults, acc, dtype)
     if faults.features == "tail_unwritten" and y.shape[1] % 16:

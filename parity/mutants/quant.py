@@ -267,6 +267,10 @@ f32_no_floor = no_floor
 f32_floor_on_scale = floor_on_scale
 f32_codes_truncated = codes_truncated
 
+tile_of_one_row = f32_block_of_one_row
+pad_contaminates_tile = f32_pad_contaminates_block
+edge_tile_skipped = f32_edge_block_skipped
+
 fp4_high_nibble_first = quantize_with(replace(_RIGHT, nibble="high_first"))
 fp4_input_rounded_to_bf16 = quantize_with(replace(_RIGHT, codes="bf16"))
 fp4_ties_away = ties_away

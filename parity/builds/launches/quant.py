@@ -8,6 +8,7 @@ from deeptwin.optimized.quant import SCALE_DTYPES, dequantize_triton, quantize_t
 from deeptwin.reference.config import (
     FP8_1X128,
     FP8_1X128_UE8M0,
+    FP8_32X32,
     FP8_128X128,
     MXFP4,
     Q4I,
@@ -89,3 +90,13 @@ def dequantize_q4k() -> None:
 def dequantize_fp8_128x128() -> None:
     """Weights of V3, back to bf16."""
     _dequantize(FP8_128X128)
+
+
+def quantize_fp8_32x32() -> None:
+    """Weights of V4.1 in tiles."""
+    _quantize(FP8_32X32, 5120)
+
+
+def dequantize_fp8_32x32() -> None:
+    """Weights of V4.1, back to bf16."""
+    _dequantize(FP8_32X32, 5120)

@@ -1,0 +1,19 @@
+"""TileLang programs of linear layers at production shapes: functions without arguments that return the program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def sm100_32x32() -> Any:
+    """wq_b of V4.1: FP8 rows and an FP8 weight."""
+    from deeptwin.kernels.tilelang_ops.linear import linear_codes_program
+
+    return linear_codes_program(32768, 1280, packed=False)
+
+
+def sm100_mxfp4() -> Any:
+    """A routed expert of V4.1, w1 above w3: FP8 rows and an FP4 weight."""
+    from deeptwin.kernels.tilelang_ops.linear import linear_codes_program
+
+    return linear_codes_program(4608, 5120, packed=True)
