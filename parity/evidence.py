@@ -154,6 +154,10 @@ KINDS = {
     "bf16-index-weights": Kind(
         component="indexer", op="index_weights", output="w_th", cases=_default_cases("indexer", "index_weights")
     ),
+    "router-weights": Kind(
+        component="router", op="route", output="weights_tk", cases=_default_cases("router", "route", dtype="fp32")
+    ),
+    "moe-block": Kind(component="moe", op="moe", output="y_tm", cases=_default_cases("moe", "moe")),
 }
 
 

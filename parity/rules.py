@@ -311,6 +311,35 @@ class Codes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Within:
+    """For values behind a choice that the candidate makes: inside the interval of honest results for its own choice.
+
+    `interval(arguments, u)` gives the lowest and the highest value when every step may be off by a relative u;
+    `arguments` also holds the candidate's outputs by name.
+    """
+
+    u: float
+    interval: Callable[[dict[str, Any], float], tuple[Tensor, Tensor]]
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)  # what the candidate returned; set by the judge
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Every element inside its interval."""
+        low, high = self.interval({**oracles.arguments, **self.outputs}, self.u)
+        value = got.to(torch.float64)
+        inside = (value >= low) & (value <= high)
+        middle, half = (low + high) / 2, (high - low) / 2
+        used = torch.where(value == middle, 0.0, (value - middle).abs() / half.clamp_min(1e-300))
+        count = int((~inside).sum())
+        return Judgement(
+            ok=count == 0,
+            used=used.max().item() if used.numel() else 0.0,
+            message=f"{count} of {got.numel()} values outside the interval of honest results",
+            worst=worst_at(got, middle, torch.where(inside, 0.0, used)) if count else None,
+            metrics={"outside": float(count), "interval_used": used.max().item() if used.numel() else 0.0},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TopK:
     """R9: a selection of k indices per row, judged on the contract's scores.
 

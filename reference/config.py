@@ -439,3 +439,99 @@ ENGRAM_V41 = EngramConfig(
 ENGRAM_TINY = replace(
     ENGRAM_V41, hidden=512, layer_ids=(1,), num_heads=2, head_dim=128, vocab_start=1000, num_classes=1000
 )
+class Scoring(enum.Enum):
+    """How a router turns a logit into a score."""
+
+    SIGMOID = "sigmoid"  # V3, V3.2
+    SQRT_SOFTPLUS = "sqrt_softplus"  # V4, V4.1; softplus is the identity above 20
+
+
+class WeightSum(enum.Enum):
+    """What the selected scores are divided by; published implementations disagree."""
+
+    EXACT = "exact"  # their sum: release code of V3, V3.2 and V4
+    PLUS_EPS = "plus_eps"  # their sum + 1e-20: V4.1, transformers
+
+
+class GroupScore(enum.Enum):
+    """How a group-limited router ranks groups of experts."""
+
+    TOP2_SUM = "top2_sum"  # the two largest biased scores together: V3 with a bias
+    MAX = "max"  # the largest score: V2, V3 without a bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """A router: how it scores, how many experts it selects, and within how many of its groups."""
+
+    num_experts: int
+    topk: int
+    scoring: Scoring
+    weight_sum: WeightSum
+    route_scale: float
+    num_groups: int = 1
+    kept_groups: int = 1
+    group_score: GroupScore = GroupScore.TOP2_SUM
+
+    def __post_init__(self) -> None:
+        if self.num_groups < 1 or self.num_experts < 1 or self.num_experts % self.num_groups:
+            raise ValueError(f"num_groups: expected a divisor of {self.num_experts} experts, got {self.num_groups}")
+        if not 1 <= self.kept_groups <= self.num_groups:
+            raise ValueError(f"kept_groups: expected 1 to {self.num_groups}, got {self.kept_groups}")
+        if self.num_groups > 1 and self.group_score is GroupScore.TOP2_SUM and self.group_size < 2:
+            raise ValueError(f"num_groups: expected two experts a group for its score, got {self.group_size}")
+        if not 1 <= self.topk <= self.kept_groups * self.group_size:
+            raise ValueError(f"topk: expected 1 to {self.kept_groups * self.group_size} experts, got {self.topk}")
+        if not self.route_scale > 0:
+            raise ValueError(f"route_scale: expected a positive number, got {self.route_scale}")
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group; they have consecutive numbers."""
+        return self.num_experts // self.num_groups
+
+
+ROUTER_V3 = RouterConfig(
+    num_experts=256,
+    topk=8,
+    scoring=Scoring.SIGMOID,
+    weight_sum=WeightSum.EXACT,
+    route_scale=2.5,
+    num_groups=8,
+    kept_groups=4,
+)
+ROUTER_V4_FLASH = RouterConfig(
+    num_experts=256, topk=6, scoring=Scoring.SQRT_SOFTPLUS, weight_sum=WeightSum.EXACT, route_scale=1.5
+)
+ROUTER_V4_PRO = replace(ROUTER_V4_FLASH, num_experts=384, route_scale=2.5)
+ROUTER_V41 = replace(ROUTER_V4_PRO, weight_sum=WeightSum.PLUS_EPS, route_scale=1.5)
+ROUTER_V41_DRAFT = replace(ROUTER_V41, num_experts=128, topk=3)
+
+
+class Combine(enum.Enum):
+    """How the outputs of a token's experts are added; the two round at different places."""
+
+    SINGLE = "single"  # shared, then every slot in order, one rounding: mega-MoE, DeepEP without multiple reduction
+    MULTIPLE = "multiple"  # a rounded partial sum per rank first: DeepEP's default
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """What a mixture of experts computes with; `combine` has no default, because the two variants round apart."""
+
+    routed: QuantFormat  # weights of the routed experts
+    shared: QuantFormat  # weights of the shared expert
+    activation: QuantFormat  # rows before each product
+    swiglu_limit: float | None
+    combine: Combine
+
+    def __post_init__(self) -> None:
+        if self.activation.rows != 1:
+            raise ValueError(f"activation: expected groups of one row, got {self.activation.rows} rows")
+        if self.swiglu_limit is not None and not self.swiglu_limit > 0:
+            raise ValueError(f"swiglu_limit: expected a positive number or None, got {self.swiglu_limit}")
+
+
+def moe_v41(combine: Combine) -> MoeConfig:
+    """The experts of V4.1: MXFP4 weights, an FP8 shared expert, 32-wide activations."""
+    return MoeConfig(routed=MXFP4, shared=FP8_32X32, activation=Q8, swiglu_limit=10.0, combine=combine)

@@ -247,6 +247,19 @@ class Csa2Weights:
         return cls(**found)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """Quantised weights of experts: w1 (gate) above w3 (up), and w2 (down), each as codes and scales.
+
+    Routed experts have a leading axis of experts, the shared expert has none.
+    """
+
+    w13_q: Tensor
+    w13_sf: Tensor
+    w2_q: Tensor
+    w2_sf: Tensor
+
+
 def _take(state: Mapping[str, Tensor], prefix: str, name: str, *shape: int) -> Tensor:
     if prefix + name not in state:
         raise ValueError(f"state: expected {prefix + name}, got only {sorted(state)[:4]} ...")

@@ -1,0 +1,56 @@
+"""Production calls of the mixture of experts of V4.1: 4096 tokens, six of 384 experts, rows of 5120."""
+
+from __future__ import annotations
+
+import torch
+
+from deeptwin.optimized.moe import combine_triton, dispatch_triton, gather_rows_triton
+from deeptwin.reference.config import Combine
+
+TOKENS, TOPK, EXPERTS, WIDTH = 4096, 6, 384, 5120
+
+
+def _combine(ranks: bool, nodes: bool) -> None:
+    groups = torch.empty(TOKENS, TOPK, dtype=torch.int32)
+    combine_triton(
+        torch.empty(TOKENS * TOPK, WIDTH, dtype=torch.bfloat16),
+        torch.empty(TOKENS, TOPK, dtype=torch.int32),
+        groups if ranks else None,
+        groups if nodes else None,
+        torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16),
+        rule=Combine.MULTIPLE if ranks else Combine.SINGLE,
+        inspect_values=False,
+    )
+
+
+def dispatch_v41() -> None:
+    """Four kernels: counts, prefixes over chunks, starts of the experts, rows."""
+    idx = torch.empty(TOKENS, TOPK, dtype=torch.int64)
+    dispatch_triton(idx, num_experts=EXPERTS, alignment=128, inspect_values=False)
+
+
+def rows_v41_codes() -> None:
+    """The codes of the rows: bytes."""
+    x = torch.empty(TOKENS, WIDTH, dtype=torch.float8_e4m3fn)
+    gather_rows_triton(x, torch.empty(TOKENS * TOPK, dtype=torch.int32), topk=TOPK, inspect_values=False)
+
+
+def rows_v41_weights() -> None:
+    """A routing weight for each slot: words."""
+    weights = torch.empty(TOKENS * TOPK, 1)
+    gather_rows_triton(weights, torch.empty(TOKENS * TOPK, dtype=torch.int32), topk=1, inspect_values=False)
+
+
+def combine_v41() -> None:
+    """A single reduction."""
+    _combine(ranks=False, nodes=False)
+
+
+def combine_v41_ranks() -> None:
+    """Partial sums by rank."""
+    _combine(ranks=True, nodes=False)
+
+
+def combine_v41_nodes() -> None:
+    """Partial sums by rank, then by node."""
+    _combine(ranks=True, nodes=True)
