@@ -461,6 +461,13 @@ SINKHORN = Op(
             launch="deeptwin.parity.builds.launches.mhc:sinkhorn",
             expect=NO_PRODUCT | VECTOR,
         ),
+        BuildCase(
+            name="tilelang-20",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.mhc:mhc_sinkhorn_program",
+            launch="deeptwin.parity.builds.launches.mhc_tilelang:ascend_sinkhorn_20",
+            expect={"ascend950-simd": Expect(mma=None)},
+        ),
     ),
     peers=(
         Peer(
@@ -592,6 +599,13 @@ POST = Op(
             kernel="deeptwin.kernels.triton_ops.mhc:_post",
             launch="deeptwin.parity.builds.launches.mhc:post",
             expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="tilelang-m5120",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.mhc:mhc_post_apply_program",
+            launch="deeptwin.parity.builds.launches.mhc_tilelang:ascend_post_apply_5120",
+            expect={"ascend950-simd": Expect(mma=None)},
         ),
     ),
     peers=(
