@@ -53,9 +53,7 @@ def mhc_post_apply_program(width: int, *, launch: MhcLaunch | None = None):
             pre = T.alloc_shared((LANES,), T.float32)
             post = T.alloc_shared((LANES,), T.float32)
             comb = T.alloc_shared((LANES,), T.float32)
-            T.annotate_buffer_versions(
-                {part: launch.buffers for part in (old, y, new, x, pre, post, comb)}  # noqa: C420
-            )
+            T.annotate_buffer_versions(dict.fromkeys((old, y, new, x, pre, post, comb), launch.buffers))
 
             for turn in T.Pipelined(T.ceildiv(tokens - core, launch.cores), num_stages=launch.buffers):
                 token = turn * launch.cores + core

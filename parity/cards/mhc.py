@@ -531,6 +531,12 @@ MIXES = Op(
             expect=THIRTY_TWO | MATRIX,
         ),
         BuildCase(
+            name="sum-splits",
+            kernel="deeptwin.kernels.triton_ops.mhc:_sum_splits",
+            launch="deeptwin.parity.builds.launches.mhc:mixes",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
             name="finish",
             kernel="deeptwin.kernels.triton_ops.mhc:_finish",
             launch="deeptwin.parity.builds.launches.mhc:mixes",
