@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from deeptwin.reference.accounting import FORMATS, Term, account, activated, engram_bytes_per_token, totals
 from deeptwin.reference.presets import V41Config
@@ -38,19 +37,16 @@ def to_json(config: V41Config) -> dict[str, Any]:
 def show(console: Console, config: V41Config) -> None:
     """Print every term, the totals, and the parameters that one token uses."""
     terms = account(config)
-    table = Table(title=config.name, box=None, pad_edge=False, header_style="bold")
-    for title, justify in (("part", "left"), ("term", "left"), ("parameters", "right"), ("stored as", "left")):
-        table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("formula", overflow="fold")
+    console.print(
+        f"{config.name}\n{_line('part', 'term', 'parameters', 'stored as', 'bytes', 'formula')}", soft_wrap=True
+    )
     for part in dict.fromkeys(term.part for term in terms):
         own = [term for term in terms if term.part == part]
         for number, term in enumerate(own):
             cells = (f"{term.parameters:,}", term.stored.value, f"{term.num_bytes:,}", term.formula)
-            table.add_row("" if number else part, term.name, *cells)
-        table.add_row("", "sum", *_sums(own), style="bold")
-    table.add_row("model", "sum", *_sums(terms), style="bold")
-    console.print(table)
+            console.print(_line("" if number else part, term.name, *cells), soft_wrap=True, markup=False)
+        console.print(_line("", "sum", *_sums(own)), soft_wrap=True, style="bold")
+    console.print(_line("model", "sum", *_sums(terms)), soft_wrap=True, style="bold")
     by_format, _ = totals(config)
     listed = ", ".join(f"{name} {count:,}" for name, count in zip(FORMATS, by_format.tolist(), strict=True))
     console.print(f"\nby format: {listed}", soft_wrap=True)
@@ -58,6 +54,11 @@ def show(console: Console, config: V41Config) -> None:
         console.print(f"activated in {phase}: {sum(items.values()):,}", soft_wrap=True)
         console.print("  " + ", ".join(f"{name} {count:,}" for name, count in items.items()), soft_wrap=True)
     console.print(f"Engram rows read: {engram_bytes_per_token(config):,} bytes a token", soft_wrap=True)
+
+
+def _line(part: str, name: str, parameters: str, stored: str, num_bytes: str, formula: str) -> str:
+    # plain columns: a table would cut numbers on a narrow terminal
+    return f"{part:<9} {name:<30} {parameters:>16} {stored:<12} {num_bytes:>16} {formula}".rstrip()
 
 
 def _sums(terms: list[Term] | tuple[Term, ...]) -> tuple[str, str, str, str]:

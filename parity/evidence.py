@@ -130,6 +130,15 @@ KINDS = {
         output="codes",
         cases=_default_cases("swiglu", "swiglu_quant"),
     ),
+    "mhc-coefficients": Kind(
+        component="mhc", op="mhc_mixes", output="comb_tnn", cases=_default_cases("mhc", "mhc_mixes")
+    ),
+    "mhc-sinkhorn": Kind(
+        component="mhc", op="mhc_sinkhorn", output="comb_tnn", cases=_default_cases("mhc", "mhc_sinkhorn")
+    ),
+    "one-rounding-mhc": Kind(
+        component="mhc", op="mhc_post", output="stream_tnm", cases=_default_cases("mhc", "mhc_post")
+    ),
     "codes": Kind(
         component="rms_norm",
         op="rms_norm_quant",

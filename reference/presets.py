@@ -150,24 +150,7 @@ def v41_flash() -> V41Config:
         num_layers=40,
         vocab_size=129280,
         norm_eps=1e-20,
-        attention=AttentionSizes(
-            num_heads=64,
-            head_dim=512,
-            rope_dim=64,
-            q_lora_rank=1280,
-            o_groups=8,
-            o_lora_rank=1024,
-            window=128,
-            compress_ratios=(0,) * 2 + (2,) * 18 + (1,) * 20 + (0,) * 3,
-            kv_source_layers=(2, 8, 14, 20),
-            index_source_layers=(2, 8, 14, 20, 24, 28, 32, 36),
-            candidate_source_layer=20,
-            candidate_topk_blocks=2048,
-            candidate_block_size=8,
-            index_heads=32,
-            index_dim=128,
-            index_topk=512,
-        ),
+        attention=_v41_flash_attention(),
         moe=MoeSizes(experts=384, shared_experts=1, topk=6, width=2304, route_scale=1.5, swiglu_limit=10.0),
         mhc=MHC_V41,
         engram=EngramSizes(
@@ -183,21 +166,46 @@ def v41_flash() -> V41Config:
         draft=DraftSizes(
             layers=3, target_layers=(37, 38, 39), experts=128, topk=3, markov_rank=256, noise_token_id=128799
         ),
-        vision=VisionSizes(
-            layers=32,
-            hidden=1024,
-            heads=16,
-            width=2816,
-            patch=14,
-            downsample=3,
-            rope_theta=10000.0,
-            max_tokens=1024,
-            min_pixels=295936,
-            image_token_id=129264,
-        ),
+        vision=_v41_flash_vision(),
         rope_theta=10000.0,
         compress_rope_theta=160000.0,
         max_positions=1048576,
+    )
+
+
+def _v41_flash_attention() -> AttentionSizes:
+    return AttentionSizes(
+        num_heads=64,
+        head_dim=512,
+        rope_dim=64,
+        q_lora_rank=1280,
+        o_groups=8,
+        o_lora_rank=1024,
+        window=128,
+        compress_ratios=(0,) * 2 + (2,) * 18 + (1,) * 20 + (0,) * 3,
+        kv_source_layers=(2, 8, 14, 20),
+        index_source_layers=(2, 8, 14, 20, 24, 28, 32, 36),
+        candidate_source_layer=20,
+        candidate_topk_blocks=2048,
+        candidate_block_size=8,
+        index_heads=32,
+        index_dim=128,
+        index_topk=512,
+    )
+
+
+def _v41_flash_vision() -> VisionSizes:
+    return VisionSizes(
+        layers=32,
+        hidden=1024,
+        heads=16,
+        width=2816,
+        patch=14,
+        downsample=3,
+        rope_theta=10000.0,
+        max_tokens=1024,
+        min_pixels=295936,
+        image_token_id=129264,
     )
 
 

@@ -238,6 +238,28 @@ def test_an_identity_matrix_keeps_the_streams() -> None:
     assert torch.equal(mhc_post(stream, normal(2, 8), torch.zeros(2, 4), comb), stream.double())
 
 
+def test_equal_streams_shrink_by_the_column_sums_alone() -> None:
+    row = normal(3, 1, 8)
+    comb = mhc_sinkhorn(logits_of(3, 2.0), iters=20, eps=1e-6, num=SEMANTIC)
+    new = mhc_post(row.repeat(1, 4, 1), torch.zeros(3, 8), torch.ones(3, 4), comb, num=SEMANTIC)
+    torch.testing.assert_close(new, row.double() * comb.sum(1)[:, :, None])
+    torch.testing.assert_close(new, row.double().repeat(1, 4, 1), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5])
+def test_other_numbers_of_streams(streams: int) -> None:
+    config = dataclasses.replace(MHC_V4, streams=streams)
+    stream, _ = mhc_expand(normal(3, 8, dtype=BF16), config=config)
+    outputs = config.coefficients
+    site = MhcSite(
+        fn_wx=normal(outputs, streams * 8) / 8, scale_z=torch.tensor([1.0, 2.0, 3.0]), base_w=normal(outputs, seed=3)
+    )
+    pre, post, comb = mhc_mixes(stream, site, config=config, num=SEMANTIC)
+    assert [part.shape for part in (pre, post, comb)] == [(3, streams), (3, streams), (3, streams, streams)]
+    torch.testing.assert_close(comb.sum(1), torch.ones(3, streams).double(), rtol=0, atol=2e-6)
+    assert mhc_apply(pre, mhc_post(stream, normal(3, 8), post, comb)).shape == (3, 8)
+
+
 def test_the_read_and_the_tap() -> None:
     stream = torch.tensor([[[1.0, 8.0], [2.0, 0.0], [4.0, 0.0], [9.0, 1.0]]])
     assert mhc_apply(torch.tensor([[1.0, 0.5, 0.25, 2.0]]), stream, num=SEMANTIC).tolist() == [[21.0, 10.0]]

@@ -299,11 +299,16 @@ def _update_and_project(
 
 
 @triton.jit
-def _row_sum(partial_ptr, row, token, live, tokens, rows, splits):
-    total = tl.load(partial_ptr + row * tokens + token, mask=live, other=0.0)
-    for split in range(1, splits):
-        total += tl.load(partial_ptr + (split * rows + row) * tokens + token, mask=live, other=0.0)
-    return total
+def _sum_splits(partial_ptr, total_ptr, count, splits, BLOCK: tl.constexpr):
+    """The partial sums of every row and token, added in ascending order of their split."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    mask = at < count
+    total = tl.zeros([BLOCK], tl.float32)
+    offset = at
+    for _ in range(splits):
+        total += tl.load(partial_ptr + offset, mask=mask, other=0.0)
+        offset += count
+    tl.store(total_ptr + at, total, mask=mask)
 
 
 @triton.jit
@@ -392,24 +397,19 @@ def _normalise_matrices(
 
 
 @triton.jit
-def _mixed(partial_ptr, token, live, tokens, rows, splits, rstd, first, scale, base_ptr):
+def _mixed(total_ptr, token, live, tokens, rstd, first, scale, base_ptr):
     """Four neighbouring coefficients before their gate."""
-    a = _row_sum(partial_ptr, first, token, live, tokens, rows, splits) * rstd * scale + tl.load(base_ptr + first)
-    b = _row_sum(partial_ptr, first + 1, token, live, tokens, rows, splits) * rstd * scale + tl.load(
-        base_ptr + first + 1
-    )
-    c = _row_sum(partial_ptr, first + 2, token, live, tokens, rows, splits) * rstd * scale + tl.load(
-        base_ptr + first + 2
-    )
-    d = _row_sum(partial_ptr, first + 3, token, live, tokens, rows, splits) * rstd * scale + tl.load(
-        base_ptr + first + 3
-    )
+    at = total_ptr + first * tokens + token
+    a = tl.load(at, mask=live, other=0.0) * rstd * scale + tl.load(base_ptr + first)
+    b = tl.load(at + tokens, mask=live, other=0.0) * rstd * scale + tl.load(base_ptr + first + 1)
+    c = tl.load(at + 2 * tokens, mask=live, other=0.0) * rstd * scale + tl.load(base_ptr + first + 2)
+    d = tl.load(at + 3 * tokens, mask=live, other=0.0) * rstd * scale + tl.load(base_ptr + first + 3)
     return a, b, c, d
 
 
 @triton.jit
 def _finish(
-    partial_ptr,
+    total_ptr,
     scale_ptr,
     base_ptr,
     pre_ptr,
@@ -417,7 +417,6 @@ def _finish(
     comb_ptr,
     tokens,
     count,
-    splits,
     iters,
     eps,
     norm_eps,
@@ -425,21 +424,21 @@ def _finish(
     HEAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    # 1. the partial sums in ascending order, the norm
+    # 1. the norm; its square sum stands behind the products
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     live = token < tokens
-    rows = 5 if HEAD else 25
-    squares = _row_sum(partial_ptr, rows - 1, token, live, tokens, rows, splits)
+    row = 4 if HEAD else 24
+    squares = tl.load(total_ptr + row * tokens + token, mask=live, other=0.0)
     squares = tl.where(squares < SATURATED, squares, float("inf"))
     rstd = 1.0 / tl.sqrt_rn(squares / count + norm_eps)
     # 2. how to read
     scale = tl.load(scale_ptr)
-    a, b, c, d = _mixed(partial_ptr, token, live, tokens, rows, splits, rstd, 0, scale, base_ptr)
+    a, b, c, d = _mixed(total_ptr, token, live, tokens, rstd, 0, scale, base_ptr)
     _store_row(pre_ptr + token * 4, _sigmoid(a) + eps, _sigmoid(b) + eps, _sigmoid(c) + eps, _sigmoid(d) + eps, live)
     if not HEAD:
         # 3. how to write
         scale = tl.load(scale_ptr + 1)
-        a, b, c, d = _mixed(partial_ptr, token, live, tokens, rows, splits, rstd, 4, scale, base_ptr)
+        a, b, c, d = _mixed(total_ptr, token, live, tokens, rstd, 4, scale, base_ptr)
         a, b, c, d = (
             _sigmoid(a) * post_scale,
             _sigmoid(b) * post_scale,
@@ -449,10 +448,10 @@ def _finish(
         _store_row(post_ptr + token * 4, a, b, c, d, live)
         # 4. how to mix
         scale = tl.load(scale_ptr + 2)
-        a0, a1, a2, a3 = _mixed(partial_ptr, token, live, tokens, rows, splits, rstd, 8, scale, base_ptr)
-        b0, b1, b2, b3 = _mixed(partial_ptr, token, live, tokens, rows, splits, rstd, 12, scale, base_ptr)
-        c0, c1, c2, c3 = _mixed(partial_ptr, token, live, tokens, rows, splits, rstd, 16, scale, base_ptr)
-        d0, d1, d2, d3 = _mixed(partial_ptr, token, live, tokens, rows, splits, rstd, 20, scale, base_ptr)
+        a0, a1, a2, a3 = _mixed(total_ptr, token, live, tokens, rstd, 8, scale, base_ptr)
+        b0, b1, b2, b3 = _mixed(total_ptr, token, live, tokens, rstd, 12, scale, base_ptr)
+        c0, c1, c2, c3 = _mixed(total_ptr, token, live, tokens, rstd, 16, scale, base_ptr)
+        d0, d1, d2, d3 = _mixed(total_ptr, token, live, tokens, rstd, 20, scale, base_ptr)
         _sinkhorn(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, comb_ptr, token, live, iters, eps)
 
 
@@ -719,14 +718,18 @@ def _gate(
     gates: Gates,
 ) -> None:
     splits, rows, t = partial.shape
+    total = partial[0]
+    if splits > 1:
+        total = torch.empty_like(total)
+        grid = (triton.cdiv(total.numel(), COLUMNS),)
+        _sum_splits[grid](partial, total, total.numel(), splits, BLOCK=COLUMNS, num_warps=4)
     _finish[(triton.cdiv(t, TOKENS),)](
-        partial,
+        total,
         scale_z,
         base_w,
         *results,
         t,
         float(4 * width),
-        splits,
         gates.iters,
         gates.eps,
         gates.norm_eps,

@@ -32,6 +32,10 @@ FOUR_STREAMS = OneRounding(cancellation=2.0**-13)
 # x is read from the stored stream, of which 3e-5 of the elements may lie one step beside the contract's; such a step is
 # up to 2^-7 of a stream's value, so only how many elements differ says something (and `mhc_apply` judges the read)
 READ_OF_STORED = OneRounding(cancellation=4.0)
+# a coefficient inherits the error of its logit, times its size: RIVAL may be lucky, so its distance counts as at least
+# one unit. 2 100 judgements of fp32 torch (one sum, 16 ascending splits; 16 cases of mixes, 14 of Sinkhorn, 50 seeds):
+# worst element 0.37 of 4 RIVAL + 6, row 2.4, total 2.3, bias 0.78. One iteration more or fewer on logits of deviation 4
+# or a projection in TF32 exceed it in 20 of 20 draws
 COEFFICIENTS = Budget(
     kind="mhc coefficients", floor=1.0, row=6.0, total=4.0, element_factor=4.0, element_slack=6.0, bias=2.0
 )
@@ -202,8 +206,7 @@ def cases_sinkhorn(full: bool) -> list[SinkhornCase]:
     found += [replace(base, tokens=33, iters=i) for i in (1, 2)] + [replace(base, eps=1e-3)]
     if full:
         found += [
-            replace(base, tokens=200, sigma=s, iters=i, regime=r)
-            for s, i, r in product((0.5, 1, 4, 40), (1, 19, 20, 21), REGIMES)
+            replace(base, sigma=s, iters=i, regime=r) for s, i, r in product((0.5, 1, 4, 40), (1, 19, 20, 21), REGIMES)
         ]
     return _unique(found)
 
@@ -213,14 +216,15 @@ def cases_mixes(full: bool) -> list[MhcCase]:
     base = MhcCase(tokens=17, width=128)
     found = [replace(base, regime=r) for r in (*REGIMES, "tiny", "cancel")]
     found += [replace(base, logits=logits) for logits in LOGITS[1:]]
-    found += [replace(base, tokens=3, regime="zeros"), replace(base, tokens=3, width=32), replace(base, tokens=0)]
+    found += [replace(base, tokens=3, regime="zeros"), replace(base, tokens=2, width=32), replace(base, tokens=0)]
     found += [replace(base, tokens=33, width=72, config="v4"), replace(base, config="v4", regime="flat", tokens=9)]
     found += [MhcCase(tokens=2, width=5120)]
     if full:
         found += [
-            MhcCase(tokens=40, width=w, regime=r, logits=g, config=c)
-            for w, r, g, c in product((200, 512), REGIMES, LOGITS, ("v41", "v4"))
+            MhcCase(tokens=40, width=512, regime=r, logits=g, config=c)
+            for r, g, c in product(REGIMES, ("mild", "peaked"), ("v41", "v4"))
         ]
+        found += [MhcCase(tokens=33, width=200, logits=g) for g in LOGITS]
     return _unique(found)
 
 
@@ -238,13 +242,13 @@ def cases_boundary(full: bool) -> list[MhcCase]:
     """Both schedules, regimes, peaked coefficients, a production width, no tokens."""
     base = MhcCase(tokens=32, width=320)
     found = [replace(base, regime=r) for r in REGIMES] + [replace(base, config="v4", logits="peaked")]
-    found += [replace(base, tokens=3, width=48), replace(base, tokens=3, width=48, config="v4")]
+    found += [replace(base, tokens=2, width=48), replace(base, tokens=2, width=48, config="v4")]
     found += [replace(base, tokens=0), MhcCase(tokens=1, width=1024)]
     if full:
         found += [MhcCase(tokens=2, width=5120, config=c) for c in ("v41", "v4")]
         found += [
-            MhcCase(tokens=33, width=w, regime=r, logits=g, config=c)
-            for w, r, g, c in product((200, 320), REGIMES, ("mild", "training"), ("v41", "v4"))
+            MhcCase(tokens=33, width=200, regime=r, logits=g, config=c)
+            for r, g, c in product(REGIMES, ("mild", "training"), ("v41", "v4"))
         ]
     return _unique(found)
 
@@ -254,7 +258,7 @@ def cases_head(full: bool) -> list[MhcCase]:
     base = MhcCase(tokens=32, width=320, config="v4")
     found = [replace(base, regime=r) for r in REGIMES]
     found += [replace(base, logits="faint", tokens=8), replace(base, tokens=0)]
-    found += [replace(base, tokens=3, width=48)]
+    found += [replace(base, tokens=2, width=48)]
     if full:
         found += [replace(base, tokens=33, width=w, regime=r) for w, r in product((200, 512), REGIMES)]
     return _unique(found)
@@ -453,6 +457,13 @@ SINKHORN = Op(
             launch="deeptwin.parity.builds.launches.mhc:sinkhorn",
             expect=NO_PRODUCT | VECTOR,
         ),
+        BuildCase(
+            name="tilelang-20",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.mhc:mhc_sinkhorn_program",
+            launch="deeptwin.parity.builds.launches.mhc_tilelang:ascend_sinkhorn_20",
+            expect={"ascend950-simd": Expect(mma=None)},
+        ),
     ),
     peers=(
         Peer(
@@ -514,6 +525,12 @@ MIXES = Op(
             kernel="deeptwin.kernels.triton_ops.mhc:_project",
             launch="deeptwin.parity.builds.launches.mhc:mixes",
             expect=THIRTY_TWO | MATRIX,
+        ),
+        BuildCase(
+            name="sum-splits",
+            kernel="deeptwin.kernels.triton_ops.mhc:_sum_splits",
+            launch="deeptwin.parity.builds.launches.mhc:mixes",
+            expect=NO_PRODUCT | VECTOR,
         ),
         BuildCase(
             name="finish",
@@ -584,6 +601,13 @@ POST = Op(
             kernel="deeptwin.kernels.triton_ops.mhc:_post",
             launch="deeptwin.parity.builds.launches.mhc:post",
             expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="tilelang-m5120",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.mhc:mhc_post_apply_program",
+            launch="deeptwin.parity.builds.launches.mhc_tilelang:ascend_post_apply_5120",
+            expect={"ascend950-simd": Expect(mma=None)},
         ),
     ),
     peers=(
