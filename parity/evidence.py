@@ -96,6 +96,18 @@ KINDS = {
         output="y_tm",
         cases=_default_cases("mla", "mla_naive", dtype="fp32", config="tiny"),
     ),
+    "bf16-engram-product": Kind(
+        component="engram",
+        op="engram_project",
+        output="kv_tu",
+        cases=_default_cases("engram", "engram_project"),
+    ),
+    "bf16-engram-layer": Kind(
+        component="engram", op="engram", output="gated_tnm", cases=_default_cases("engram", "engram")
+    ),
+    "one-rounding-engram-gate": Kind(
+        component="engram", op="engram_gate", output="gated_tnm", cases=_default_cases("engram", "engram_gate")
+    ),
     "codes": Kind(
         component="rms_norm",
         op="rms_norm_quant",
