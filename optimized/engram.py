@@ -91,7 +91,7 @@ def engram_hash_triton(
     return engram.engram_hash(
         window_tw,
         image_t,
-        constants=hash_constants(layout, window_tw.device),
+        constants=_hash_constants(layout, window_tw.device),
         num_heads=layout.num_heads,
         num_classes=layout.num_classes,
         out=out,
@@ -229,7 +229,7 @@ def engram_triton(
 
 
 @lru_cache(maxsize=16)
-def hash_constants(layout: EngramLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _hash_constants(layout: EngramLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Multipliers, primes and offsets of `layout` on `device`, int64, one line a layer."""
     multipliers, primes, offsets = (
         torch.tensor(table, dtype=torch.int64, device=device)

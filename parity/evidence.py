@@ -139,6 +139,18 @@ KINDS = {
     "one-rounding-mhc": Kind(
         component="mhc", op="mhc_post", output="stream_tnm", cases=_default_cases("mhc", "mhc_post")
     ),
+    "bf16-engram-product": Kind(
+        component="engram",
+        op="engram_project",
+        output="kv_tu",
+        cases=_default_cases("engram", "engram_project"),
+    ),
+    "bf16-engram-layer": Kind(
+        component="engram", op="engram", output="gated_tnm", cases=_default_cases("engram", "engram")
+    ),
+    "one-rounding-engram-gate": Kind(
+        component="engram", op="engram_gate", output="gated_tnm", cases=_default_cases("engram", "engram_gate")
+    ),
     "codes": Kind(
         component="rms_norm",
         op="rms_norm_quant",

@@ -439,6 +439,8 @@ ENGRAM_V41 = EngramConfig(
 ENGRAM_TINY = replace(
     ENGRAM_V41, hidden=512, layer_ids=(1,), num_heads=2, head_dim=128, vocab_start=1000, num_classes=1000
 )
+
+
 class Scoring(enum.Enum):
     """How a router turns a logit into a score."""
 

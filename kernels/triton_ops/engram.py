@@ -274,32 +274,32 @@ def engram_window(
     window_tw = output_buffer(window_out, (t, kept + 1), torch.int32, ids_t)
     images_t = output_buffer(image_out, (t,), torch.bool, ids_t)
     histories_bi = output_buffer(history_out, (b, kept), torch.int32, ids_t)
-    if not b:
+    if not t:
+        histories_bi.copy_(history_bi)
         return window_tw, images_t, histories_bi
     require_runnable("ids_t", ids_t)
     ids_t, bounds_j, kept_b, history_bi, class_v = (
         x.contiguous() for x in (ids_t, bounds_j, kept_b, history_bi, class_v)
     )
     images = image_t.contiguous().view(torch.uint8)
-    if t:
-        _window[(triton.cdiv(t, LAUNCH.tokens),)](
-            ids_t,
-            images,
-            bounds_j,
-            history_bi,
-            class_v,
-            window_tw,
-            images_t.view(torch.uint8),
-            t,
-            b,
-            class_v.numel(),
-            pad_class,
-            PLACES=kept + 1,
-            PLACES_PAD=triton.next_power_of_2(kept + 1),
-            BLOCK=LAUNCH.tokens,
-            BLOCK_REQUESTS=LAUNCH.requests,
-            num_warps=LAUNCH.num_warps,
-        )
+    _window[(triton.cdiv(t, LAUNCH.tokens),)](
+        ids_t,
+        images,
+        bounds_j,
+        history_bi,
+        class_v,
+        window_tw,
+        images_t.view(torch.uint8),
+        t,
+        b,
+        class_v.numel(),
+        pad_class,
+        PLACES=kept + 1,
+        PLACES_PAD=triton.next_power_of_2(kept + 1),
+        BLOCK=LAUNCH.tokens,
+        BLOCK_REQUESTS=LAUNCH.requests,
+        num_warps=LAUNCH.num_warps,
+    )
     _history[(triton.cdiv(b, LAUNCH.requests),)](
         ids_t,
         images,

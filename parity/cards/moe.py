@@ -28,11 +28,11 @@ from .. import draws
 from ..builds.ascend_presets import VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Peer, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
 from ..relations import Context, Variant, batch_invariant, pick_rows, row_chunks, take
 from ..rules import Bitwise, Budget, Close, Judgement, Oracles
 
-MUTANTS = "deeptwin.parity.mutants.moe"
+_mutant, _control = variants("moe")
 PEERS = "deeptwin.parity.peers.moe"
 
 
@@ -440,14 +440,6 @@ def golden_moe() -> list[MoeCase]:
     """A block of each model."""
     small = MoeCase(tokens=3, topk=2, experts=4, width=128, inner=32)
     return [small, replace(small, regime="clamped", ranks=2), replace(small, model="v3", inner=128, routing="holes")]
-
-
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
 DISPATCH = Op(

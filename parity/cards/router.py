@@ -26,11 +26,11 @@ from .. import draws
 from ..builds.ascend_presets import VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..relations import Context, Variant, batch_invariant, row_chunks
 from ..rules import Bitwise, Judgement, Oracles, Within, Worst
 
-MUTANTS = "deeptwin.parity.mutants.router"
+_mutant, _control = variants("router")
 # relative error of a score and of each of the three steps behind it: four units of 2^-24
 U = 2.0**-22
 SMALLEST_NORMAL = 2.0**-126
@@ -439,14 +439,6 @@ def golden_hash() -> list[RouteCase]:
 def golden_replicas() -> list[ReplicaCase]:
     """A few rows of another rank."""
     return [ReplicaCase(tokens=5, topk=3, experts=6, ep_rank=2)]
-
-
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"{MUTANTS}:{function}")
 
 
 OUTPUTS = (
