@@ -50,11 +50,11 @@ class GuardedTensor:
         return GuardedTensor(name, view, buffer, buffer.clone())
 
     @staticmethod
-    def poisoned_like(name: str, like: Tensor) -> GuardedTensor:
+    def poisoned_like(name: str, like: Tensor, device: str) -> GuardedTensor:
         """A guarded output buffer with the shape and dtype of `like`, every byte 0xFF."""
         blank = torch.empty(like.shape, dtype=like.dtype)
         torch.tensor([], dtype=torch.uint8).set_(blank.untyped_storage()).fill_(0xFF)
-        return GuardedTensor.of(name, blank, str(like.device))
+        return GuardedTensor.of(name, blank, device)
 
     def changed_inside(self) -> bool:
         """Whether the tensor's own storage differs from the snapshot."""
@@ -79,7 +79,7 @@ class GuardedTensor:
 
 
 class Call:
-    """A candidate as a function from inputs to named outputs; raises ContractViolation when it misbehaves."""
+    """A candidate from inputs to named outputs on the CPU; raises ContractViolation when it misbehaves."""
 
     def __init__(self, function: Callable[..., Any], op: Op, device: str = "cpu") -> None:
         self.function = function
@@ -102,7 +102,7 @@ class Call:
             del arguments["dtype"]
         buffers: list[GuardedTensor] = []
         if out_like is not None and self.has_out:
-            buffers = [GuardedTensor.poisoned_like(name, out_like[name]) for name in self.returned]
+            buffers = [GuardedTensor.poisoned_like(name, out_like[name], self.device) for name in self.returned]
             views = tuple(buffer.view for buffer in buffers)
             arguments["out"] = views if len(views) > 1 else views[0]
         result = self.function(**arguments)
@@ -160,7 +160,7 @@ class Call:
         for buffer in buffers:
             if not same_bytes(outputs[buffer.name], buffer.view):
                 raise ContractViolation(f"out: the returned {buffer.name} is not what was written to the buffer")
-        return {name: value.clone() for name, value in outputs.items()}
+        return {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in outputs.items()}
 
 
 def _stored(value: Tensor, output: Output, arguments: Inputs) -> Tensor:

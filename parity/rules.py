@@ -243,13 +243,18 @@ class OneRounding:
 
 @dataclass(frozen=True)
 class Bitwise:
-    """R6: equal bytes; only where nothing but exact operations precede."""
+    """R6: equal bytes; only where nothing but exact operations precede.
+
+    A NaN of two bytes or more equals any other: arithmetic leaves its sign and payload to the processor.
+    """
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
         """Compare bytes with CONTRACT."""
         expected = oracles.contract.to(got.dtype)
         size = got.element_size()
         wrong = (raw_bytes(got) != raw_bytes(expected)).reshape(-1, size).any(-1) if got.numel() else torch.zeros(0)
+        if got.is_floating_point() and size > 1:
+            wrong = wrong & ~(got.isnan() & expected.isnan()).reshape(-1)
         count = int(wrong.sum())
         if not count:
             return Judgement(ok=True, used=0.0, metrics={"differ": 0.0, "elements": float(got.numel())})

@@ -610,7 +610,7 @@ def _formats(
     w_block: tuple[int, int],
     arch: str,
     launch: LinearLaunch | None,
-) -> tuple[dict[str, int], LinearLaunch]:
+) -> tuple[dict[str, object], LinearLaunch]:
     """The constants of a kernel for these formats, and its launch."""
     require_groups(x_sf=x_group, w_sf=w_block[1])
     x_folded, w_folded = (sf.dtype == torch.uint8 for sf in (x_sf, w_sf))

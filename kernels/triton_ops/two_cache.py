@@ -99,7 +99,7 @@ def load_entries(
         DATA: tl.constexpr = CHANNELS if KIND == "e4m3" else CHANNELS // 2
         if SECTIONED:
             data_at = page_at + slot * DATA
-            scale_at = page_at + page_slots.to(tl.int64) * DATA + slot * GROUPS
+            scale_at = page_at + tl.cast(page_slots, tl.int64) * DATA + slot * GROUPS
         else:
             data_at = page_at + slot * (DATA + GROUPS)
             scale_at = data_at + DATA

@@ -212,7 +212,7 @@ def _unique(found: list[WindowCase]) -> list[WindowCase]:
 
 def positions_in_rows(inputs: Inputs, outputs: Outputs) -> Outputs:
     """The positions that stand in the rows of a prefill list, -1 where none does."""
-    config, lists = inputs["config"], outputs["idx_tk"].cpu().to(torch.int64)
+    config, lists = inputs["config"], outputs["idx_tk"].to(torch.int64)
     seq = inputs["seq_t"].to(torch.int64).clamp(min=0)[:, None]
     first, offset = (inputs[n].to(torch.int64)[seq] for n in ("first_b", "offset_b"))
     history = len(inputs["first_b"]) * config.window
@@ -222,7 +222,7 @@ def positions_in_rows(inputs: Inputs, outputs: Outputs) -> Outputs:
 
 def positions_in_slots(inputs: Inputs, outputs: Outputs) -> Outputs:
     """The positions that stand in the slots of a decode list: the latest up to the query that fits the slot."""
-    config, lists = inputs["config"], outputs["idx_tk"].cpu().to(torch.int64)
+    config, lists = inputs["config"], outputs["idx_tk"].to(torch.int64)
     p = inputs["positions_t"].to(torch.int64)[:, None]
     state = inputs["state_b"].to(torch.int64)[inputs["seq_t"].to(torch.int64).clamp(min=0)][:, None]
     back = (p - (lists - state * config.ring)) % config.ring
