@@ -204,7 +204,7 @@ def cases_expand(full: bool) -> list[MhcCase]:
 
 def cases_read(full: bool) -> list[MhcCase]:
     """Every regime with enough elements for the rate rule, production and awkward widths, no tokens."""
-    found = [MhcCase(tokens=5, width=2048, regime=r) for r in (*REGIMES, "zeros", "ties", "tiny")]
+    found = [MhcCase(tokens=5, width=2048, regime=r) for r in (*REGIMES, "zeros", "tiny")]
     found += [MhcCase(tokens=2, width=5120), MhcCase(tokens=6, width=48), MhcCase(tokens=1, width=1)]
     found += [MhcCase(tokens=0, width=64), MhcCase(tokens=2, width=1025), MhcCase(tokens=1, width=128, regime="huge")]
     if full:
