@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC, Numerics
+
 from .floats import raw_bytes, row_rms, ulp_distance, unit_roundoff
 from .outcome import Worst
 
@@ -342,6 +344,56 @@ class Within:
             worst=worst_at(got, middle, torch.where(inside, 0.0, used)) if count else None,
             metrics={"outside": float(count), "interval_used": used.max().item() if used.numel() else 0.0},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfStored:
+    """The rule of a later step, judged on what the candidate itself stored of an earlier one.
+
+    A stored element may lawfully lie one step beside the contract's, and what is made of it then differs by more than
+    the later step's own error. `again(arguments, outputs, num)` is the reference of the later step, on those outputs.
+    """
+
+    rule: Rule
+    again: Callable[[dict[str, Any], Mapping[str, Tensor], Numerics], Tensor]
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)  # what the candidate returned; set by the judge
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Judge `got` by `rule`, with the oracles of the later step."""
+        try:
+            return self.rule.judge(got, _Again(self, oracles.arguments))
+        except (ValueError, TypeError) as error:
+            message = f"the later step refuses what was stored: {error}"
+            return Judgement(ok=False, used=float("inf"), message=message)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Oracles of a step that starts from stored values."""
+
+    of: OfStored
+    arguments: dict[str, Any]
+
+    def _run(self, num: Numerics) -> Tensor:
+        return self.of.again(self.arguments, self.of.outputs, num)
+
+    @property
+    def semantic(self) -> Tensor:
+        return self._run(SEMANTIC)
+
+    @property
+    def contract(self) -> Tensor:
+        return self._run(CONTRACT)
+
+    @property
+    def rival(self) -> Tensor:
+        return self._run(RIVAL)
+
+    @property
+    def marks(self) -> list[tuple[str, Tensor]]:
+        marks: list[tuple[str, Tensor]] = []
+        self._run(CONTRACT.observed(lambda name, x: marks.append((name, x))))
+        return marks
 
 
 @dataclass(frozen=True, kw_only=True)

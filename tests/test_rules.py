@@ -11,7 +11,7 @@ import torch
 from deeptwin.parity import diagnose
 from deeptwin.parity.floats import ordered, same_bytes, ulp_distance
 from deeptwin.parity.judge import _nonfinite_mismatch
-from deeptwin.parity.rules import LSE, Bitwise, Budget, OneRounding, TopK
+from deeptwin.parity.rules import LSE, Bitwise, Budget, OfStored, OneRounding, TopK
 
 U = 2.0**-8
 
@@ -215,6 +215,29 @@ def test_top_k_with_fewer_valid_scores_than_places():
     got = torch.tensor([[0, 2, 3, 1, 6, -1, -1]], dtype=torch.int32)
     oracles = Fixed(semantic=got, contract=got, rival=got, arguments={"scores_ts": SCORES})
     assert TopK(scores="scores_ts").judge(got, oracles).ok
+
+
+def doubled(arguments, outputs, num):
+    if outputs["first"].shape != arguments["like"].shape:
+        raise ValueError("first: another shape")
+    return num.bf16(num.wide(outputs["first"]) * 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_right"),
+    [
+        # the second step follows the first, wherever that went
+        ([1.0, 3.0], [2.0, 6.0], True),
+        ([1.0, 5.0], [2.0, 10.0], True),
+        ([1.0, 5.0], [2.0, 6.0], False),
+        ([1.0], [2.0], False),
+    ],
+)
+def test_a_later_step_is_judged_on_what_was_stored(first, second, is_right):
+    expected = torch.tensor([2.0, 6.0], dtype=torch.float64)
+    oracles = Fixed(expected, expected, expected.float(), arguments={"like": torch.zeros(2)})
+    rule = OfStored(rule=Bitwise(), again=doubled, outputs={"first": torch.tensor(first).bfloat16()})
+    assert rule.judge(torch.tensor(second).bfloat16(), oracles).ok == is_right
 
 
 # non-finite values: kind by kind, before anything is zeroed (U77)
