@@ -222,10 +222,11 @@ def cases_store(full: bool) -> list[CacheCase]:
     if full:
         sizes = (1, 2, 32, 53, 64, 128, 133)
         found += [
-            replace(base, fmt=f, layout=lay, page=p, tokens=min(3 * p, 9), regime=r)
-            for f, lay, p, r in product(FORMATS, ("interleaved", "sectioned"), sizes, (*REGIMES, "zeros", "huge"))
-            if r != "huge" or f != "kv_fp4"
+            replace(base, fmt=f, layout=lay, page=p, tokens=min(3 * p, 6))
+            for f, lay, p in product(FORMATS, ("interleaved", "sectioned"), sizes)
         ]
+        regimes = (*REGIMES, "zeros", "ties", "tiny", "cancel")
+        found += [replace(base, fmt=f, regime=r, dtype=d) for f, r, d in product(FORMATS, regimes, ("bf16", "fp32"))]
         found += [replace(base, fmt=f, regime=r, holes=0) for f, r in product(FORMATS, DIRECTED)]
     return _unique(found)
 
@@ -247,10 +248,10 @@ def cases_load(full: bool) -> list[CacheCase]:
         replace(base, dtype="fp16", fmt="kv_fp4"),
     ]
     if full:
-        sizes, dtypes = (1, 2, 32, 53, 64, 128, 133), ("bf16", "fp32")
+        sizes = (1, 2, 32, 53, 64, 128, 133)
         found += [
-            replace(base, fmt=f, layout=lay, page=p, dtype=d, tokens=9)
-            for f, lay, p, d in product(FORMATS, ("interleaved", "sectioned"), sizes, dtypes)
+            replace(base, fmt=f, layout=lay, page=p)
+            for f, lay, p in product(FORMATS, ("interleaved", "sectioned"), sizes)
         ]
     return _unique(found)
 
@@ -275,8 +276,8 @@ def cases_fused(full: bool) -> list[CacheCase]:
     ]
     if full:
         found += [
-            replace(base, fmt=f, layout=lay, tap=t.value, regime=r, tokens=9)
-            for (f, lay), t, r in product(pairs, RecordTap, (*REGIMES, "tiny", "constant", "ties"))
+            replace(base, fmt=f, layout=lay, tap=t, regime=r)
+            for (f, lay), t, r in product(pairs, ("rope", "cast_back"), (*REGIMES, "tiny", "constant", "ties"))
         ]
     return _unique(found)
 
@@ -744,7 +745,7 @@ STORE = Op(
     writes="cache_pow_",
     relations=(
         Relation(name="run_to_run", axis="repeats", only=lean),
-        Relation(name="changed_slots", axis="bytes of the cache", hook=named_bytes),
+        Relation(name="changed_slots", axis="bytes of the cache", hook=named_bytes, only=lean),
         Relation(name="batch_invariant", axis="rows alone, in parts, in another order", hook=rows_apart, only=lean),
         Relation(name="page_permutation", axis="pages, gaps between them", hook=store_moved_pages, only=lean),
         Relation(name="layout_round_trip", axis="writer → reader", hook=reads_back, partner="load_records", only=lean),
