@@ -51,9 +51,7 @@ def linear_codes_program(features: int, width: int, *, packed: bool, launch: Lin
         slot = step % buffers
         for i, j, v in T.Parallel(rows, STEP // 16, 16):
             at = row0 + i
-            x[slot, i, j * 16 + v] = T.if_then_else(
-                at < tokens, x_tm[at, step * STEP + j * 16 + v], T.float8_e4m3fn(0)
-            )
+            x[slot, i, j * 16 + v] = T.if_then_else(at < tokens, x_tm[at, step * STEP + j * 16 + v], T.float8_e4m3fn(0))
         if packed:
             for i, j in T.Parallel(columns, STEP // 2):
                 byte = T.cast(w_fm[feature0 + i, step * (STEP // 2) + j], T.int32)
