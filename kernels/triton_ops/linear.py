@@ -87,10 +87,14 @@ def e2m1_values(nibble):
 
 
 @triton.jit
-def scaled_by_group(value, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr):
-    """A tile of bf16 values, each PER neighbours times their power of two: exact."""
-    grouped = tl.reshape(value, [ROWS, WIDTH // PER, PER]).to(tl.float32) * scale[:, :, None]
-    return tl.reshape(grouped.to(tl.bfloat16), [ROWS, WIDTH])
+def scaled_by_group(value, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr):
+    """A tile of bf16 values, each PER neighbours times their power of two: exact, in bf16 or through fp32."""
+    grouped = tl.reshape(value, [ROWS, WIDTH // PER, PER])
+    if BITS:
+        grouped = (grouped.to(tl.float32) * scale[:, :, None]).to(tl.bfloat16)
+    else:
+        grouped = grouped * scale.to(tl.bfloat16)[:, :, None]
+    return tl.reshape(grouped, [ROWS, WIDTH])
 
 
 @triton.jit
@@ -147,9 +151,9 @@ def scaled_product(
         ws_at = w_sf_ptr + (feature // W_ROWS)[:, None] * stride_wsf + w_group[None, :]
         w_sf = tl.load(ws_at, mask=ws_mask, other=0)
         if X_FOLDED:
-            x = scaled_by_group(x, power_of_two(x_sf), BLOCK_ROWS, BLOCK_WIDTH, X_PER)
+            x = scaled_by_group(x, power_of_two(x_sf), BLOCK_ROWS, BLOCK_WIDTH, X_PER, BITS)
         if W_FOLDED:
-            w = scaled_by_group(w, power_of_two(w_sf), BLOCK_FEATURES, BLOCK_WIDTH, W_PER)
+            w = scaled_by_group(w, power_of_two(w_sf), BLOCK_FEATURES, BLOCK_WIDTH, W_PER, BITS)
         # 3. product; a scale that is no power of two belongs to the whole step
         if X_FOLDED and W_FOLDED:
             acc = tl.dot(x, tl.trans(w), acc)

@@ -30,7 +30,7 @@ def gated(gate, up, weight, limit, HAS_LIMIT: tl.constexpr, HAS_WEIGHT: tl.const
     if HAS_LIMIT:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, limit * -1.0), limit)
-    # exp(-gate) = 2^power · 2^rest: the rest of the rounded product would cost 2^-17 of the result at -88
+    # exp(-gate) = 2^power · 2^rest: the rest of the rounded product would cost 2^-18 of the result at -88
     negative = gate * -1.0
     power = negative * LOG2_E
     rest = tl.fma(negative, tl.full(negative.shape, LOG2_E, tl.float32), power * -1.0) + negative * LOG2_E_REST

@@ -33,10 +33,12 @@ OPTIMIZED = "deeptwin.optimized.linear"
 ALL_REGIMES = (*REGIMES, "zeros", "ties", "tiny", "huge", "cancel", "constant")
 
 # bf16 operands have no lower precision to fall back to (TF32 holds them exactly): what is left is the order of the sum,
-# and matrix units that cut their accumulator after every step, up to 2^-23 of it towards zero in 320 steps of a row of
-# 5120. Far below what a lower precision does: TF32 operands are off by 2^12 units, a result through bf16 by 2^14.
+# and matrix units that cut their accumulator towards zero after every step, 320 times in a row of 5120. Measured on
+# 3 600 judgements (4 shapes up to 5120 wide, 6 regimes, 50 seeds; one sum, blocks backwards, a unit that cuts): worst
+# row 121 (the cutting unit on peaked rows), total 89, element 0.45 of its limit, mean signed error 139 units. TF32
+# operands are off by some 2^12 units, a result through bf16 by 2^14.
 F32_PRODUCT = Budget(
-    kind="fp32 product", floor=1.0, row=100.0, total=100.0, element_factor=64.0, element_slack=256.0, bias=256.0
+    kind="fp32 product", floor=1.0, row=200.0, total=150.0, element_factor=64.0, element_slack=256.0, bias=256.0
 )
 RULES = {torch.bfloat16: Budget(kind="bf16 product"), torch.float32: F32_PRODUCT}
 
@@ -492,15 +494,18 @@ def same_rows_again(inputs: Inputs, context: Context) -> Iterator[Variant]:
 def few_calls(case: Any) -> bool:
     """Relations make many calls: they run where an order of summation shows, on few elements."""
     size = case.tokens * case.features * case.width
-    return case.regime in ("normal", "mean1", "file") and (case.regime == "file" or size <= 400_000)
+    return case.regime in ("normal", "mean1", "file") and (case.regime == "file" or size <= 250_000)
 
 
 def lean(case: Any) -> bool:
-    """Where a difference in the order shows best: fp32 results, and the regime whose sums lose most."""
+    """Where a difference in the order shows best: fp32 results, and the regime whose sums lose most; in few rows, as
+    the sizes of the batch at the edges of a tile are variants of the relation.
+    """
     if case.regime == "file":
         return True
     size = case.tokens * case.features * case.width
-    return few_calls(case) and (case.out == "fp32" or case.regime == "mean1" or size <= 20_000)
+    telling = case.out == "fp32" or case.regime == "mean1" or size <= 20_000
+    return few_calls(case) and telling and 1 < case.tokens <= 40
 
 
 # goldens
@@ -805,7 +810,7 @@ GROUPED = Op(
             name="batch_invariant",
             axis="rows in their expert, experts, mates of a tile",
             hook=rows_of_experts,
-            only=lambda case: lean(case) and case.tokens > 0,
+            only=lean,
         ),
         Relation(
             name="chunk_invariant",

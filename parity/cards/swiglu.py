@@ -45,7 +45,9 @@ EDGES = (
 )
 Marks = list[tuple[str, Tensor]]
 
-# honest fp32 evaluations differ by a few roundings of each element, which may be lucky on one side
+# honest fp32 evaluations differ by a few roundings of each element, which may be lucky on one side. Measured on 1 500
+# judgements (2 widths, 5 regimes, 50 seeds; quotient, sigmoid, weight first): worst row 2.8, total 1.7, element 0.2 of
+# its limit, mean signed error 0.11 units. A result through bf16 is off by 2^14.
 F32_SWIGLU = Budget(kind="fp32 swiglu", floor=1.0, row=6.0, total=4.0, element_factor=4.0, element_slack=8.0, bias=1.0)
 
 
