@@ -23,6 +23,9 @@ from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Out
 from ..relations import Context, Variant, batch_invariant, row_chunks
 from ..rules import Bitwise, Budget, Close, Codes, OneRounding, Rule
 
+_ADDRESS = "one 64-bit address waits in local memory: 4 loads and stores outside the products"
+SPILT_ADDRESS = {"sm100": Expect(mma="tcgen05", max_stack=8, reason=_ADDRESS)}
+
 MUTANTS = "deeptwin.parity.mutants.indexer"
 U = 2.0**-20  # relative error of an honest fp32 product, norm or rotation before its rounding, with room
 RECORD = INDEX_FP4.record_bytes
@@ -666,9 +669,6 @@ WEIGHTS = Op(
     golden=lambda: [RecordCase(tokens=2, width=48, heads=4)],
 )
 
-_ADDRESS = "one 64-bit address waits in local memory: 4 loads and stores outside the products"
-SPILT_ADDRESS = {"sm100": Expect(mma="tcgen05", max_stack=8, reason=_ADDRESS)}
-
 # one fp32 sum of weighted terms a score, in another order on either side: RIVAL may be lucky, its distance counts as at
 # least one unit. Measured on sums in one chain of fp32 and on wide sums (parity/evidence/fp32-index-scores.json).
 F32_SCORES = Budget(
@@ -751,6 +751,20 @@ BUFFER_BUILDS = {
             kernel="deeptwin.kernels.triton_ops.indexer:_score_entries",
             launch="deeptwin.parity.builds.launches.indexer:restricted_chains",
             expect=PRODUCT,
+        ),
+        BuildCase(
+            name="tilelang-h32",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.indexer:score_program",
+            launch="deeptwin.parity.builds.launches.indexer_tilelang:sm100_h32",
+            expect=SPILT_ADDRESS,
+        ),
+        BuildCase(
+            name="tilelang-ascend-h32",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.indexer:score_program",
+            launch="deeptwin.parity.builds.launches.indexer_tilelang:ascend_h32",
+            expect={"ascend950-simd": Expect(mma="cube")},
         ),
     ),
 }
