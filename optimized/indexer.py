@@ -176,10 +176,10 @@ def _check_queries(
 
 
 def _check(name: str, x: Tensor, letters: str, dtype: torch.dtype, dims: dict[str, int]) -> None:
+    if letters.endswith("w") and x.shape[-1:] != (INDEX_FP4.record_bytes,):
+        raise ValueError(f"{name}: expected records of {INDEX_FP4.record_bytes} bytes, got shape {tuple(x.shape)}")
     expect_shape(name, x, letters, dims)
     expect_dtype(name, x, dtype)
-    if letters.endswith("w") and x.shape[-1] != INDEX_FP4.record_bytes:
-        raise ValueError(f"{name}: expected records of {INDEX_FP4.record_bytes} bytes, got {x.shape[-1]}")
 
 
 def _check_channels(name: str, channels: int) -> None:

@@ -188,10 +188,7 @@ def index_scores_paged(
     Shapes:
         cache_pow: uint8 [p, o, 68], pages of o entries, whose bytes are the codes of all entries and then their
         scales; table_tj: int32 [t, j], the pages of the token's sequence; returns [t, j * o], or [t, k * block_size]
-        with blocks; the rest as `index_scores`.
-
-    Edges:
-        as `index_scores`; an entry on a page outside the cache, or beyond the table, is −inf.
+        with blocks. The rest as `index_scores`; an entry outside cache or table is −inf.
 
     Raises:
         TypeError: records are not uint8, weights not floating, pages, lengths or blocks not int32.
@@ -208,7 +205,7 @@ def index_scores_paged(
     is_known_ts = (entry_ts >= 0) & (page_ts >= 0) & (page_ts < p)
     row_ts = torch.where(is_known_ts, page_ts * o + entry_ts % max(o, 1), -1)
     page_pw, data = cache_pow.flatten(1), o * INDEX_FP4.data_bytes
-    codes, sf = page_pw[:, :data].reshape(p * o, -1), page_pw[:, data:].reshape(p * o, -1)
+    codes, sf = page_pw[:, :data].reshape(p * o, 64), page_pw[:, data:].reshape(p * o, 4)
     k_sd = dequantize(codes, sf, fmt=INDEX_FP4.quant, num=num)
     return _scored(q_thw, k_sd, w_th, row_ts, order, num)
 
@@ -261,6 +258,7 @@ def _rotated_records(x_thd: Tensor, table_ir: Tensor, positions_t: Tensor, name:
     """The last r channels rotated, then the records [t, h, 68] of all rows."""
     if x_thd.dim() == 3 and x_thd.shape[2] != INDEX_FP4.channels:
         raise ValueError(f"{name}: expected {INDEX_FP4.channels} channels, got shape {tuple(x_thd.shape)}")
+    expect_dtype("table_ir", table_ir, torch.float32)
     turned_thd = rope(
         x_thd, table_ir, positions_t, pairing=Pairing.INTERLEAVED, span=RopeSpan.LAST, inverse=False, num=num
     )
@@ -294,7 +292,7 @@ def _check_queries(q_thw: Tensor, w_th: Tensor, length_t: Tensor) -> dict[str, i
 
 
 def _check(name: str, x: Tensor, letters: str, dtype: torch.dtype, dims: dict[str, int]) -> None:
+    if letters.endswith("w") and x.shape[-1:] != (INDEX_FP4.record_bytes,):
+        raise ValueError(f"{name}: expected records of {INDEX_FP4.record_bytes} bytes, got shape {tuple(x.shape)}")
     expect_shape(name, x, letters, dims)
     expect_dtype(name, x, dtype)
-    if letters.endswith("w") and x.shape[-1] != INDEX_FP4.record_bytes:
-        raise ValueError(f"{name}: expected records of {INDEX_FP4.record_bytes} bytes, got {x.shape[-1]}")

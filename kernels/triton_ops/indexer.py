@@ -262,9 +262,10 @@ def _times_plus(t, w, a, FMA: tl.constexpr):
 
 
 @triton.jit
-def _add_head(total, dots, w_ptr, head, num_heads, ORDER: tl.constexpr, FMA: tl.constexpr):
-    """The running sum of a chain and one more head; heads beyond the last have the weight 0."""
-    w = tl.load(w_ptr + head, mask=head < num_heads, other=0.0)
+def _add_heads(total, dots, w_ptr, first, num_heads, ORDER: tl.constexpr, FMA: tl.constexpr):
+    """The running sums [BLOCK, 4] of the chains and one more head each; heads beyond the last have the weight 0."""
+    head = first + tl.arange(0, 4)
+    w = tl.broadcast_to(tl.load(w_ptr + head, mask=head < num_heads, other=0.0)[None, :], dots.shape)
     # not a maximum: a NaN of a visible key has to stay visible
     if ORDER == "fp32":
         total += tl.where(dots < 0.0, 0.0, dots) * w.to(tl.float32)
@@ -272,8 +273,7 @@ def _add_head(total, dots, w_ptr, head, num_heads, ORDER: tl.constexpr, FMA: tl.
         rounded = dots.to(tl.bfloat16).to(tl.float32)
         total += (tl.where(rounded < 0.0, 0.0, rounded) * w.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
     else:
-        positive = tl.where(dots < 0.0, 0.0, dots).to(tl.bfloat16)
-        total = _times_plus(positive, tl.broadcast_to(w, positive.shape), total, FMA)
+        total = _times_plus(tl.where(dots < 0.0, 0.0, dots).to(tl.bfloat16), w, total, FMA)
     return total
 
 
@@ -292,10 +292,7 @@ def _scores(
 ):
     """The scores [BLOCK] of the keys against one query, in fp32."""
     chain: tl.constexpr = tl.bfloat16 if ORDER == "bf16_chains" else tl.float32
-    a0 = tl.zeros([BLOCK], chain)
-    a1 = tl.zeros([BLOCK], chain)
-    a2 = tl.zeros([BLOCK], chain)
-    a3 = tl.zeros([BLOCK], chain)
+    total = tl.zeros([BLOCK, 4], chain)
     for group in range(0, GROUPS):
         # 1. sixteen heads
         first = group * 16
@@ -304,31 +301,21 @@ def _scores(
         q_even, q_odd = _halves(q_at, q_at + CODE_BYTES, head < num_heads)
         dots = tl.dot(k_even, tl.trans(q_even), input_precision="ieee")
         dots = tl.dot(k_odd, tl.trans(q_odd), dots, input_precision="ieee")
-        # 2. taken apart: head = 8 i + 4 j + 2 m + n, named d_ijmn
-        n0, n1 = tl.split(tl.reshape(dots, [BLOCK, 8, 2]))
-        m00, m10 = tl.split(tl.reshape(n0, [BLOCK, 4, 2]))
-        m01, m11 = tl.split(tl.reshape(n1, [BLOCK, 4, 2]))
-        # 3. four chains, each in ascending order of its heads
-        a0 = _add_four(a0, m00, w_ptr, first, num_heads, ORDER, FMA, BLOCK)
-        a1 = _add_four(a1, m01, w_ptr, first + 1, num_heads, ORDER, FMA, BLOCK)
-        a2 = _add_four(a2, m10, w_ptr, first + 2, num_heads, ORDER, FMA, BLOCK)
-        a3 = _add_four(a3, m11, w_ptr, first + 3, num_heads, ORDER, FMA, BLOCK)
+        # 2. taken apart: chain c has head 4 i + c in step i
+        steps = tl.permute(tl.reshape(dots, [BLOCK, 4, 4]), (0, 2, 1))
+        even, odd = tl.split(tl.reshape(steps, [BLOCK, 4, 2, 2]))
+        d0, d2 = tl.split(even)
+        d1, d3 = tl.split(odd)
+        # 3. every chain in ascending order of its heads
+        total = _add_heads(total, d0, w_ptr, first, num_heads, ORDER, FMA)
+        total = _add_heads(total, d1, w_ptr, first + 4, num_heads, ORDER, FMA)
+        total = _add_heads(total, d2, w_ptr, first + 8, num_heads, ORDER, FMA)
+        total = _add_heads(total, d3, w_ptr, first + 12, num_heads, ORDER, FMA)
     # 4. the chains together
-    left = (a0.to(tl.float32) + a2.to(tl.float32)).to(chain).to(tl.float32)
-    right = (a1.to(tl.float32) + a3.to(tl.float32)).to(chain).to(tl.float32)
-    return left + right
-
-
-@triton.jit
-def _add_four(total, dots, w_ptr, first, num_heads, ORDER: tl.constexpr, FMA: tl.constexpr, BLOCK: tl.constexpr):
-    """The heads first, first + 4, first + 8, first + 12 added to one chain."""
-    low, high = tl.split(tl.reshape(dots, [BLOCK, 2, 2]))
-    d0, d2 = tl.split(low)
-    d1, d3 = tl.split(high)
-    total = _add_head(total, d0, w_ptr, first, num_heads, ORDER, FMA)
-    total = _add_head(total, d1, w_ptr, first + 4, num_heads, ORDER, FMA)
-    total = _add_head(total, d2, w_ptr, first + 8, num_heads, ORDER, FMA)
-    return _add_head(total, d3, w_ptr, first + 12, num_heads, ORDER, FMA)
+    left, right = tl.split(tl.reshape(total.to(tl.float32), [BLOCK, 2, 2]))
+    a0, a2 = tl.split(left)
+    a1, a3 = tl.split(right)
+    return (a0 + a2).to(chain).to(tl.float32) + (a1 + a3).to(chain).to(tl.float32)
 
 
 @triton.jit
@@ -439,10 +426,10 @@ def _score_entries(
     # 2. where their records are
     if PAGED:
         seen = seen & (entry < table_pages * page_entries)
-        entry = tl.where(seen, entry, 0)
-        page = tl.load(table_ptr + token * stride_tt + entry // page_entries, mask=seen, other=-1).to(tl.int64)
+        entry32 = tl.where(seen, entry, 0).to(tl.int32)  # a division of 64-bit numbers is a call
+        page = tl.load(table_ptr + token * stride_tt + entry32 // page_entries, mask=seen, other=-1).to(tl.int64)
         seen = seen & (page >= 0) & (page < num_pages)
-        offset = entry % page_entries
+        offset = (entry32 % page_entries).to(tl.int64)
         page_at = k_ptr + tl.where(seen, page, 0) * stride_ks
         code_at = page_at + offset * CODE_BYTES
         sf_at = page_at + page_entries * CODE_BYTES + offset * SCALE_BYTES

@@ -18,10 +18,13 @@ from deeptwin.reference.rope import rope_frequencies, rope_table
 from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT, PRODUCT
-from ..builds.spec import BuildCase
+from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..relations import Context, Variant, batch_invariant, row_chunks
 from ..rules import Bitwise, Budget, Close, Codes, OneRounding, Rule
+
+_ADDRESS = "one 64-bit address waits in local memory: 4 loads and stores outside the products"
+SPILT_ADDRESS = {"sm100": Expect(mma="tcgen05", max_stack=8, reason=_ADDRESS)}
 
 _mutant, _control = variants("indexer")
 U = 2.0**-20  # relative error of an honest fp32 product, norm or rotation before its rounding, with room
@@ -746,7 +749,21 @@ BUFFER_BUILDS = {
             name="h32-candidates",
             kernel="deeptwin.kernels.triton_ops.indexer:_score_entries",
             launch="deeptwin.parity.builds.launches.indexer:restricted_chains",
-            expect=PRODUCT | MATRIX,
+            expect=PRODUCT,
+        ),
+        BuildCase(
+            name="tilelang-h32",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.indexer:score_program",
+            launch="deeptwin.parity.builds.launches.indexer_tilelang:sm100_h32",
+            expect=SPILT_ADDRESS,
+        ),
+        BuildCase(
+            name="tilelang-ascend-h32",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.indexer:score_program",
+            launch="deeptwin.parity.builds.launches.indexer_tilelang:ascend_h32",
+            expect={"ascend950-simd": Expect(mma="cube")},
         ),
     ),
 }
@@ -834,13 +851,13 @@ PAGED = Op(
             name="h32-pages",
             kernel="deeptwin.kernels.triton_ops.indexer:_score_entries",
             launch="deeptwin.parity.builds.launches.indexer:paged_chains",
-            expect=PRODUCT | MATRIX,
+            expect=PRODUCT | SPILT_ADDRESS | MATRIX,
         ),
         BuildCase(
             name="h32-page-candidates",
             kernel="deeptwin.kernels.triton_ops.indexer:_score_entries",
             launch="deeptwin.parity.builds.launches.indexer:paged_restricted_chains",
-            expect=PRODUCT | MATRIX,
+            expect=PRODUCT,
         ),
     ),
     mutants=(
