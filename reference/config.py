@@ -493,21 +493,13 @@ class RouterConfig:
         return self.num_experts // self.num_groups
 
 
-ROUTER_V3 = RouterConfig(
-    num_experts=256,
-    topk=8,
-    scoring=Scoring.SIGMOID,
-    weight_sum=WeightSum.EXACT,
-    route_scale=2.5,
-    num_groups=8,
-    kept_groups=4,
-)
 ROUTER_V4_FLASH = RouterConfig(
     num_experts=256, topk=6, scoring=Scoring.SQRT_SOFTPLUS, weight_sum=WeightSum.EXACT, route_scale=1.5
 )
 ROUTER_V4_PRO = replace(ROUTER_V4_FLASH, num_experts=384, route_scale=2.5)
 ROUTER_V41 = replace(ROUTER_V4_PRO, weight_sum=WeightSum.PLUS_EPS, route_scale=1.5)
 ROUTER_V41_DRAFT = replace(ROUTER_V41, num_experts=128, topk=3)
+ROUTER_V3 = replace(ROUTER_V4_FLASH, topk=8, scoring=Scoring.SIGMOID, route_scale=2.5, num_groups=8, kept_groups=4)
 
 
 class Combine(enum.Enum):
