@@ -30,13 +30,13 @@ class Csa2Step:
     @property
     def cu_seqlens(self) -> Tensor:
         """Where the chunk of every sequence begins among all rows of the step."""
-        return torch.cat([self.end_b.new_zeros(1), (self.end_b - self.first_b).cumsum(0).to(self.end_b.dtype)])
+        return torch.cat([self.end_b.new_zeros(1), (self.end_b - self.first_b).cumsum(0).to(torch.int32)])
 
     @property
     def offset_b(self) -> Tensor:
         """Where position first_b of every sequence stands among the computed rows."""
         kept_b = self.end_b - self.first_b - self.clip_b
-        return kept_b.cumsum(0).to(kept_b.dtype) - kept_b - self.clip_b
+        return kept_b.cumsum(0).to(torch.int32) - kept_b - self.clip_b
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +78,10 @@ class Csa2Batch:
 
     def steps(self) -> Iterator[tuple[Csa2Step, Tensor]]:
         """Every step, and which of the packed tokens it advances."""
-        total_b, prompt_b = self.counts_kb.sum(0), self.counts_kb[~self.decode_k].sum(0)
+        total_b, prompt_b = (
+            self.counts_kb.sum(0, dtype=torch.int64),
+            self.counts_kb[~self.decode_k].sum(0, dtype=torch.int64),
+        )
         base_b, first_b = total_b.cumsum(0) - total_b, self.start_b.clone()
         for count_b, decode in zip(self.counts_kb, self.decode_k.tolist(), strict=True):
             active_b = (count_b > 0).nonzero()[:, 0]

@@ -398,29 +398,23 @@ def pair(decode: bool) -> dict[str, Any]:
     return draw_pair_decode(case, rng) if decode else draw_pair(case, rng)
 
 
-PAIR_FUNCTIONS = [
-    (two_cache_attn, False),
-    (two_cache_attn_triton, False),
-    (two_cache_attn_decode, True),
-    (two_cache_attn_decode_triton, True),
-]
-
-
-@pytest.mark.parametrize(("function", "decode"), PAIR_FUNCTIONS)
-def test_two_caches_refuse_values(function: Callable[..., Any], decode: bool) -> None:
+def test_two_caches_refuse_values() -> None:
     wide = torch.zeros(3, 8, 584, dtype=torch.uint8)  # records of V4
     bad = {"main_pow": wide, "main_idx_tk": torch.zeros(3, 4, dtype=torch.int32), "sink_h": torch.zeros(3)}
-    bad |= {"window_pow": wide} if decode else {"window_sd": torch.zeros(3, 31).bfloat16()}
-    for name, value in bad.items():
-        with pytest.raises(ValueError, match=f"^{name}: "):
-            function(**pair(decode) | {name: value})
+    for name, value in (bad | {"window_sd": torch.zeros(3, 31).bfloat16()}).items():
+        for function in (two_cache_attn, two_cache_attn_triton):
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                function(**pair(False) | {name: value})
+    for name, value in (bad | {"window_pow": wide}).items():
+        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton):
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                paged(**pair(True) | {name: value})
     with pytest.raises(ValueError, match=r"^main: "):
-        replace(pair(decode)["caches"], main=KV_FP4)
+        replace(pair(True)["caches"], main=KV_FP4)
 
 
-@pytest.mark.parametrize(("function", "decode"), PAIR_FUNCTIONS)
-def test_two_caches_refuse_dtypes(function: Callable[..., Any], decode: bool) -> None:
-    inputs = pair(decode)
+def test_two_caches_refuse_dtypes() -> None:
+    inputs = pair(True)
     bad = {
         "main_pow": inputs["main_pow"].to(torch.int8),
         "main_idx_tk": inputs["main_idx_tk"].long(),
@@ -428,13 +422,18 @@ def test_two_caches_refuse_dtypes(function: Callable[..., Any], decode: bool) ->
         "dtype": torch.float64,
     }
     for name, value in bad.items():
-        with pytest.raises(TypeError, match=f"^{name}: "):
-            function(**inputs | {name: value})
+        for function in (two_cache_attn, two_cache_attn_triton):
+            with pytest.raises(TypeError, match=f"^{name}: "):
+                function(**pair(False) | {name: value})
+        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton):
+            with pytest.raises(TypeError, match=f"^{name}: "):
+                paged(**inputs | {name: value})
 
 
 def test_two_cache_kernels_decline_and_refuse_buffers() -> None:
     pytest.importorskip("triton")
-    for function, decode in ((two_cache_attn_triton, False), (two_cache_attn_decode_triton, True)):
+    functions: list[Callable[..., Any]] = [two_cache_attn_triton, two_cache_attn_decode_triton]
+    for function, decode in zip(functions, (False, True), strict=True):
         skewed = pair(decode)
         skewed["q_thd"] = torch.zeros(2, 32, 2).bfloat16().mT
         with pytest.raises(NotImplementedError, match=r"^q_thd: "):
