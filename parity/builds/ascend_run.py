@@ -365,14 +365,22 @@ def _serial_sum(case: Any) -> str | None:
     return None
 
 
+def _many_kernels(case: Any) -> str | None:
+    return "some twenty kernels in a row, which take minutes to lower: each is run by the card of its component"
+
+
 # cases that say nothing about the lowering, by operation
-DECLINES: dict[tuple[str, str], Callable[[Any], str | None]] = {("rms_norm", "rms_norm"): _serial_sum}
+DECLINES: dict[tuple[str, str], Callable[[Any], str | None]] = {
+    ("rms_norm", "rms_norm"): _serial_sum,
+    ("csa2", "csa2_run"): _many_kernels,
+    ("csa2", "csa2_run_free"): _many_kernels,
+}
 
 
 def row(card: Card, op: Op, candidate: Candidate) -> Candidate | None:
     """The lowered row beside a row of the card, or None if that is no function of `optimized/`."""
     module, _, function = candidate.function.partition(":")
-    if not module.startswith(OPTIMIZED):
+    if not module.startswith(OPTIMIZED) or "cpu" not in candidate.archs:
         return None
     own = DECLINES.get((card.component, op.name), lambda case: None)
     return replace(
