@@ -76,8 +76,8 @@ class Candidate:
     """An implementation to judge. `declines` gives the reason why a case is outside its declared limits, or None.
 
     A `required` row must run on every case that it does not decline; a function that a user names may say
-    NotImplementedError for what it does not do. `lowered_declines` adds cases that say nothing about the Ascend
-    lowering, which runs on the CPU with one loop for every axis.
+    NotImplementedError for what it does not do. `interpreter_declines` adds cases that take an interpreter too long,
+    `lowered_declines` cases that say nothing about the Ascend lowering, which runs on the CPU in plain loops.
     """
 
     name: str
@@ -85,8 +85,13 @@ class Candidate:
     archs: tuple[str, ...] = ("cpu", "sm90", "sm100")
     needs: tuple[str, ...] = ()
     declines: Callable[[Any], str | None] = lambda case: None
+    interpreter_declines: Callable[[Any], str | None] = lambda case: None
     lowered_declines: Callable[[Any], str | None] = lambda case: None
     required: bool = True
+
+    def refusal(self, case: Any, device: str) -> str | None:
+        """Why the row does not run a case on a device, or None."""
+        return self.declines(case) or (self.interpreter_declines(case) if device == "cpu" else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ def _title(console: Console, text: str) -> None:
 def _some(card: Card, op: Op) -> list[Job]:
     chosen: dict[str, Job] = {}
     for job in plan(card, op, full=False):
-        if job.case.regime in SHOWN_REGIMES and all(c.declines(job.case) is None for c in op.candidates):
+        if job.case.regime in SHOWN_REGIMES and all(c.refusal(job.case, "cpu") is None for c in op.candidates):
             chosen.setdefault(job.case.regime, replace(job, candidates=op.candidates, peers=()))
     return list(chosen.values())
 

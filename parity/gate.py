@@ -183,7 +183,7 @@ class Runner:
         key = (job.card.component, job.op.name, row.name)
         if key in self._given_up:
             return
-        reason = None if job.source else row.declines(job.case)
+        reason = None if job.source else row.refusal(job.case, self.settings.device)
         if reason is not None:
             yield self._outcome(job, row.name, "outputs", Status.UNSUPPORTED, message=reason, required=False)
             return

@@ -23,10 +23,9 @@ from .config import (
 from .csa2_config import CastPoints, Csa2Config
 from .csa2_state import Csa2Caches, Csa2Step
 from .indexer import index_queries, index_scores_paged, index_visible, index_weights
-from .kv_cache import load_records, norm_rope_store, store_records
+from .kv_cache import load_records, norm_rope_store, pack_records, store_records, unpack_records
 from .linear import linear, linear_quant
 from .numerics import CONTRACT, Numerics
-from .quant import fake_quantize
 from .rms_norm import rms_norm
 from .rope import rope
 from .sparse_attn import two_cache_attn, two_cache_attn_decode
@@ -155,7 +154,9 @@ def csa2_attend_(
     past_b = history_slots(step.first_b, step.state_b, step.valid_b, config=window)
     past_sd = load_records(ring_pow, past_b.flatten(), layout=config.layout, num=num)
     store_records(ring_pow, key_td, store_t, layout=config.layout, num=num)
-    window_sd = torch.cat([past_sd, fake_quantize(key_td, fmt=Q8, num=num)])
+    # by way of the bytes: decode will read these values, whatever the numerics
+    rows_td = unpack_records(pack_records(key_td, fmt=KV_FP8, num=num), num=num)
+    window_sd = torch.cat([past_sd, rows_td])
     seen_tk = window_prefill(
         step.positions_t, step.seq_t, step.first_b, step.offset_b, step.known_b, step.valid_b, config=window
     )

@@ -370,6 +370,7 @@ def row(candidate: Candidate) -> Candidate | None:
         function=f"{__name__}:{module.removeprefix(OPTIMIZED)}__{function}",
         archs=("ascend950",),
         declines=lambda case: candidate.declines(case) or candidate.lowered_declines(case),
+        interpreter_declines=lambda case: None,
         required=False,
     )
 

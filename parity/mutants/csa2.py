@@ -30,7 +30,6 @@ class Faults:
     table: str = "of_layer"  # of_layer, window, main
     output_turn: str = "back"  # back, none, forward, first_key
     head_norm: bool = False  # the per-head query norm of V4
-    window_tail: str = "quantised"  # quantised, bf16
     key_norm: str = "all"  # all, unrotated
     turn_then_quantise: bool = True
     entry_position: str = "first"  # first, last, index
@@ -46,7 +45,7 @@ class Faults:
     chunk: str = "seen"  # history_lost: window keys of earlier steps are unseen; group_split: so are their group tokens
     compressor: str = "softmax"  # softmax, mean
     norm_eps: float = 1e-20
-    bytes: str = "right"  # right, entries_lost, index_pages_interleaved, ring_of_window, ring_shifted
+    bytes: str = "right"  # right, entries_lost, index_pages_interleaved, ring_shifted, tail_bf16
 
 
 def fake_e4m3(x: Tensor) -> Tensor:
@@ -202,8 +201,6 @@ def sequence(
             picked = picked.scatter(1, torch.where(idx >= 0, idx, picked.shape[1] - 1), True)[:, :-1]
         q, key, _ = project(faults, x, w, table, config)
         quantised = fake_e4m3(key)
-        if faults.window_tail == "bf16":
-            quantised[:, -table.shape[1] :] = key[:, -table.shape[1] :]
         low = p[:, None] - (config.window + faults.window)
         window = (p[None] <= p[:, None]) & (p[None] > low)
         if config.truncation is not Truncation.OFF and ratio and layer >= map_.boundary:
@@ -268,8 +265,14 @@ def _spoiled(
             rows = [data.unflatten(1, (-1, 64)), sf.unflatten(1, (-1, 4))]
             page_pq[:, part] = torch.cat(rows, 2).flatten(1)
     for piece in state_pieces(config.plan):
+        part = slice(piece.offset, piece.offset + piece.size)
+        if fault == "tail_bf16" and piece.name == "ring":  # the upper bytes of bf16 values, as far as there is room
+            rows = state_sq[:, part].unflatten(1, (-1, 528))
+            codes, sf = rows[..., 448:512].contiguous().view(torch.float8_e4m3fn), rows[..., 526:].float() - 127
+            values = (codes.float() * torch.exp2(sf).repeat_interleave(32, -1)).bfloat16()
+            rows[..., 448:512] = values.view(torch.uint8)[..., 1::2]
+            state_sq[:, part] = rows.flatten(1)
         if fault == "ring_shifted" and piece.name == "ring":
-            part = slice(piece.offset, piece.offset + piece.size)
             state_sq[:, part] = state_sq[:, part].roll(528, 1)
     return page_pq, state_sq
 
@@ -316,7 +319,7 @@ output_half_split_pairs = returned(replace(_RIGHT, pairs="half_split"))
 
 window_table_everywhere = run(replace(_RIGHT, table="window"))
 main_table_everywhere = run(replace(_RIGHT, table="main"))
-window_tail_not_quantised = run(replace(_RIGHT, window_tail="bf16"))
+window_tail_not_quantised = run(replace(_RIGHT, bytes="tail_bf16"))
 entry_at_its_last_token = run(replace(_RIGHT, entry_position="last"))
 entry_at_its_number = run(replace(_RIGHT, entry_position="index"))
 sink_scaled = run(replace(_RIGHT, sink="scaled"))
