@@ -735,7 +735,7 @@ BUFFER_BUILDS = {
             name="h32-buffer",
             kernel="deeptwin.kernels.triton_ops.indexer:_score_buffer",
             launch="deeptwin.parity.builds.launches.indexer:buffer_fp32",
-            expect=PRODUCT | MATRIX,
+            expect=PRODUCT,
         ),
     ),
     ScoreOrder.BF16_RELEASE: (),
@@ -843,12 +843,6 @@ PAGED = Op(
             kernel="deeptwin.kernels.triton_ops.indexer:_score_entries",
             launch="deeptwin.parity.builds.launches.indexer:paged_chains",
             expect=PRODUCT | SPILT_ADDRESS | MATRIX,
-        ),
-        BuildCase(
-            name="h32-page-candidates",
-            kernel="deeptwin.kernels.triton_ops.indexer:_score_entries",
-            launch="deeptwin.parity.builds.launches.indexer:paged_restricted_chains",
-            expect=PRODUCT,
         ),
     ),
     mutants=(
