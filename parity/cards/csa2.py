@@ -52,8 +52,8 @@ def config_of(name: str, cast: str, layout: str, truncation: str = "off") -> Csa
     if name in ("micro", "mono", "window"):
         config = replace(config, hidden=32, num_heads=2, q_rank=32, topology=MICRO if name == "micro" else MONO)
     if name == "window":
-        none: dict[str, tuple[int, ...]] = {"kv_sources": (), "index_sources": (), "index_k_sources": ()}
-        config = replace(config, topology=replace(MONO, ratios=(0,), **none))
+        none = replace(MONO, ratios=(0,), kv_sources=(), index_sources=(), index_k_sources=())
+        config = replace(config, topology=none)
     if truncation != "off":
         config = replace(config, truncation=Truncation(truncation), keep=10)
     return config
@@ -406,7 +406,7 @@ def relation_cases(case: RunCase) -> bool:
 
 
 def too_long(case: RunCase) -> str | None:
-    """What the interpreter cannot do in seconds; the row `triton-device` runs it."""
+    """What the interpreter cannot do in seconds."""
     if case.config != "micro" or case.tokens > 8:
         return "the interpreter needs a second a token and layer: judged on a device"
     if case.regime != "normal":

@@ -82,24 +82,15 @@ def restricted_chains() -> None:
     )
 
 
-def _paged(tokens: int, blocks: torch.Tensor | None) -> None:
+def paged_chains() -> None:
+    """Decode: 64 requests, pages of 128 entries."""
     index_scores_paged_triton(
-        _bytes(tokens, HEADS, RECORD),
+        _bytes(64, HEADS, RECORD),
         _bytes(8192, 128, RECORD),
-        _bf16(tokens, HEADS),
-        _int32(tokens, 1024),
-        _int32(tokens),
-        blocks,
+        _bf16(64, HEADS),
+        _int32(64, 1024),
+        _int32(64),
+        None,
         block_size=8,
         order=ScoreOrder.BF16_CHAINS,
     )
-
-
-def paged_chains() -> None:
-    """Decode: 64 requests, pages of 128 entries."""
-    _paged(64, None)
-
-
-def paged_restricted_chains() -> None:
-    """Decode of a decoder consumer: 2048 candidate blocks of 8."""
-    _paged(64, _int32(64, 2048))
