@@ -11,7 +11,7 @@ ROOMS = ("reference", "optimized", "parity", "kernels", "golden")
 # components without a fast twin, and one without a reference (design.md §2)
 UNPAIRED = ("block", "model", "checkpoint", "accounting", "muon", "load_bias", "dspark_loss", "engine")
 # modules of reference/ that are not components
-SUPPORT = ("numerics", "config", "checks", "weights")
+SUPPORT = ("numerics", "config", "checks", "weights", "images")
 
 
 def worker_environment(device: str) -> dict[str, str]:
