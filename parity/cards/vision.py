@@ -386,21 +386,6 @@ def _controls(*names: str) -> tuple[Candidate, ...]:
     return tuple(Candidate(name=name, function=f"{MUTANTS}:{name}") for name in names)
 
 
-def _candidate(op: str) -> tuple[Candidate, ...]:
-    return (Candidate(name="triton", function=f"deeptwin.optimized.vision:{op}_triton"),)
-
-
-def _build(name: str, kernel: str, launch: str) -> tuple[BuildCase, ...]:
-    return (
-        BuildCase(
-            name=name,
-            kernel=f"deeptwin.kernels.triton_ops.vision:{kernel}",
-            launch=f"deeptwin.parity.builds.launches.vision:{launch}",
-            expect=NO_PRODUCT | VECTOR,
-        ),
-    )
-
-
 # two blocks, some twenty roundings in a row: limits of whole blocks. Measured on fp32 torch with every stored value
 # rounded, keys taken 64 and 5 at a time: 6 cases x 50 seeds, 600 judgements. Worst element 0.74 of its budget, row
 # 3.19, total 1.43, mean signed error 0.62 units (rows share weights: t says nothing)
@@ -447,8 +432,15 @@ PATCHES = Op(
         Relation(name="batch_invariant", axis="rows of patches", hook=bands, only=no_gap),
         Relation(name="run_to_run", axis="repeats", only=no_gap),
     ),
-    candidates=_candidate("image_patches"),
-    builds=_build("p14", "_patches", "patches_1708"),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.vision:image_patches_triton"),),
+    builds=(
+        BuildCase(
+            name="p14",
+            kernel="deeptwin.kernels.triton_ops.vision:_patches",
+            launch="deeptwin.parity.builds.launches.vision:patches_1708",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     mutants=(
         _mutant("grey_128", "U58", "the rest is 128"),
         _mutant("padded_at_the_corner", "U58", "the image stands in the corner"),
@@ -517,8 +509,15 @@ UNSHUFFLE = Op(
         Relation(name="batch_invariant", axis="images", hook=images_apart, only=few_calls),
         Relation(name="run_to_run", axis="repeats", only=few_calls),
     ),
-    candidates=_candidate("pixel_unshuffle"),
-    builds=_build("m1024", "_unshuffle", "unshuffle_1024"),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.vision:pixel_unshuffle_triton"),),
+    builds=(
+        BuildCase(
+            name="m1024",
+            kernel="deeptwin.kernels.triton_ops.vision:_unshuffle",
+            launch="deeptwin.parity.builds.launches.vision:unshuffle_1024",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     mutants=(
         _mutant("patch_before_channel", "U22", "features are patch, channel"),
         _mutant("square_transposed", "U22", "the nine patches run down the columns"),
@@ -569,8 +568,15 @@ INSERT = Op(
         Relation(name="batch_invariant", axis="chunks that cut spans", hook=cut_spans, only=few_calls),
         Relation(name="run_to_run", axis="repeats", only=few_calls),
     ),
-    candidates=_candidate("insert_images"),
-    builds=_build("m5120", "_insert", "insert_5120"),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.vision:insert_images_triton"),),
+    builds=(
+        BuildCase(
+            name="m5120",
+            kernel="deeptwin.kernels.triton_ops.vision:_insert",
+            launch="deeptwin.parity.builds.launches.vision:insert_5120",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     mutants=(
         _mutant("rank_from_token", "U37", "the image row is taken by token, not by running rank"),
         _mutant("images_reversed", "U37", "image rows in reverse"),
