@@ -12,7 +12,7 @@ ROOMS = ("reference", "optimized", "parity", "kernels", "golden")
 UNPAIRED = ("block", "model", "checkpoint", "accounting", "muon", "load_bias", "dspark_loss", "engine")
 # modules of reference/ that are not components
 SUPPORT = (
-    *("numerics", "config", "presets", "checks", "weights", "layouts", "cache_plan"),
+    *("numerics", "config", "presets", "checks", "weights", "layouts", "images", "cache_plan"),
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
 )
 

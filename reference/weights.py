@@ -260,6 +260,34 @@ class ExpertWeights:
     w2_sf: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VisionBlockWeights:
+    """Weights of one block of the image tower; `i` counts gate then up channels."""
+
+    norm1_m: Tensor
+    w_qkv_zm: Tensor  # queries, keys, values of all heads
+    b_qkv_z: Tensor
+    w_o_mm: Tensor
+    b_o_m: Tensor
+    norm2_m: Tensor
+    w1_im: Tensor
+    w2_mf: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VisionWeights:
+    """Weights of the image tower and of the projector behind it."""
+
+    w_patch_mi: Tensor
+    b_patch_m: Tensor
+    blocks: tuple[VisionBlockWeights, ...]
+    norm_m: Tensor
+    w_in_fi: Tensor
+    b_in_f: Tensor
+    w_out_ff: Tensor
+    b_out_f: Tensor
+
+
 def _take(state: Mapping[str, Tensor], prefix: str, name: str, *shape: int) -> Tensor:
     if prefix + name not in state:
         raise ValueError(f"state: expected {prefix + name}, got only {sorted(state)[:4]} ...")

@@ -280,13 +280,9 @@ def test_a_bad_configuration_is_refused() -> None:
 
 V, G = torch.zeros(4, 6), torch.zeros(4, 6)
 STATE = torch.zeros(3, 7, 2, 6)
-both_chunks = pytest.mark.parametrize("op", [compress, compress_triton])
-both_prefills = pytest.mark.parametrize("op", [compress_prefill, compress_prefill_triton])
-both_decodes = pytest.mark.parametrize("op", [compress_decode, compress_decode_triton])
-both_tails = pytest.mark.parametrize("op", [compress_tail, compress_tail_triton])
 
 
-@both_chunks
+@pytest.mark.parametrize("op", [compress, compress_triton])
 def test_bad_rows_are_refused(op: Any) -> None:
     cu = ints(0, 4)
     with pytest.raises(ValueError, match="value_tw: expected 2 dims"):
@@ -333,7 +329,7 @@ def test_values_that_only_the_reference_inspects() -> None:
         compress_project(torch.zeros(1, 4), torch.zeros(3, 4), torch.zeros(2, 4))
 
 
-@both_prefills
+@pytest.mark.parametrize("op", [compress_prefill, compress_prefill_triton])
 def test_bad_state_is_refused(op: Any) -> None:
     rest = (ints(0), ints(0), ints(0, 4))
     with pytest.raises(ValueError, match="config: expected a ratio above 1, got 1"):
@@ -365,7 +361,7 @@ def test_bad_slots_and_steps_are_refused_by_the_reference() -> None:
         compress_decode(V, G, None, STATE[:, :4].clone(), ints(0, 0, 0, 0), ints(0, 1, 2, 3), config=C2)
 
 
-@both_decodes
+@pytest.mark.parametrize("op", [compress_decode, compress_decode_triton])
 def test_bad_decode_input_is_refused(op: Any) -> None:
     with pytest.raises(ValueError, match="position_t: expected"):
         op(V, G, None, STATE, ints(0, 0, 0, 0), ints(0, 1, 2), config=C2)
@@ -377,7 +373,7 @@ def test_bad_decode_input_is_refused(op: Any) -> None:
         op(V, G, None, STATE, ints(0, 0, 0, 0), ints(0, 1, 2, 3), config=C1)
 
 
-@both_tails
+@pytest.mark.parametrize("op", [compress_tail, compress_tail_triton])
 def test_a_bad_tail_is_refused(op: Any) -> None:
     m, weight, table, entry = torch.zeros(2, 8), torch.ones(8), torch.zeros(9, 4), ints(0, 1)
     with pytest.raises(ValueError, match="weight_c: expected"):

@@ -25,8 +25,6 @@ from ..relations import CallFn, Context, Pick, Variant, row_chunks
 from ..rules import Bitwise, Codes, OneRounding
 
 _mutant, _control = variants("compressor")
-KERNELS = "deeptwin.kernels.triton_ops.compressor"
-LAUNCHES = "deeptwin.parity.builds.launches.compressor"
 CONFIGS = {
     "c1": C1,
     "c2": C2,
@@ -275,7 +273,7 @@ def cases_decode(full: bool) -> list[PoolCase]:
         replace(base, config="csa4", lengths=(1, 4, 6, 1, 5), starts=(3, 4, 6, 0, 3), bias=True, holes=(3,)),
         replace(base, config="r5", lengths=(6, 2, 1), starts=(3, 8, 4), bias=True, regime="ties"),
         replace(base, config="r3o", lengths=(5, 2, 1), starts=(4, 1, 5), channels=300, regime="wide"),
-        replace(base, config="hca128", lengths=(2, 1), starts=(126, 255), channels=24, bias=True),
+        replace(base, config="hca128", lengths=(1,), starts=(127,), channels=24, bias=True),
     ]
     if full:
         found += [
@@ -575,13 +573,10 @@ def key_interval(marks: list[tuple[str, Tensor]], arguments: dict[str, Any], u: 
     return ends[0], ends[1]
 
 
-def _build(name: str, kernel: str, launch: str) -> BuildCase:
-    return BuildCase(name=name, kernel=f"{KERNELS}:{kernel}", launch=f"{LAUNCHES}:{launch}", expect=NO_PRODUCT | VECTOR)
-
-
 # a weighted sum of values of both signs: an fp32 evaluation is off by some 2^-23 of the largest term, more than an ulp
-# of a result that cancels
-POOLED = OneRounding(cancellation=2.0**-13)
+# of a result that cancels. 3 640 judgements (4 honest forms, all regimes, 50 seeds): 2^-18.1 of the row's rms at worst,
+# shares of at most 9e-5; an exponential of a device may be a few ulps worse
+POOLED = OneRounding(cancellation=2.0**-15)
 STATE = Output(name="state_", rule=Bitwise(), dtype=torch.float32)
 ENTRIES = (
     Output(name="m_yc", rule=POOLED, dtype=torch.bfloat16),
@@ -634,7 +629,14 @@ CHUNK = Op(
         Relation(name="head_permutation", axis="channels", hook=shuffled_channels, only=few_calls),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.compressor:compress_triton"),),
-    builds=(_build("c1-c512", "_pool_chunk", "chunk_c1"),),
+    builds=(
+        BuildCase(
+            name="c1-c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_pool_chunk",
+            launch="deeptwin.parity.builds.launches.compressor:chunk_c1",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     peers=(
         Peer(
             name="torch",
@@ -704,11 +706,36 @@ PREFILL = Op(
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.compressor:compress_prefill_triton"),),
     builds=(
-        _build("c2-c512", "_pool_chunk", "prefill_c2"),
-        _build("csa4-c512", "_pool_chunk", "prefill_csa4"),
-        _build("hca128-c512", "_pool_chunk", "prefill_hca128"),
-        _build("park-c2-c512", "_park_chunk", "prefill_c2"),
-        _build("park-csa4-c512", "_park_chunk", "prefill_csa4"),
+        BuildCase(
+            name="c2-c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_pool_chunk",
+            launch="deeptwin.parity.builds.launches.compressor:prefill_c2",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="csa4-c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_pool_chunk",
+            launch="deeptwin.parity.builds.launches.compressor:prefill_csa4",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="hca128-c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_pool_chunk",
+            launch="deeptwin.parity.builds.launches.compressor:prefill_hca128",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="park-c2-c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_park_chunk",
+            launch="deeptwin.parity.builds.launches.compressor:prefill_c2",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="park-csa4-c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_park_chunk",
+            launch="deeptwin.parity.builds.launches.compressor:prefill_csa4",
+            expect=NO_PRODUCT | VECTOR,
+        ),
     ),
     mutants=(
         _mutant("chunk_forgets_the_ring", "U27", "a chunk does not see the tokens before it"),
@@ -760,9 +787,24 @@ DECODE = Op(
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.compressor:compress_decode_triton"),),
     builds=(
-        _build("c2-c512", "_pool_step", "decode_c2"),
-        _build("csa4-c512", "_pool_step", "decode_csa4"),
-        _build("hca128-c512", "_pool_step", "decode_hca128"),
+        BuildCase(
+            name="c2-c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_pool_step",
+            launch="deeptwin.parity.builds.launches.compressor:decode_c2",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="csa4-c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_pool_step",
+            launch="deeptwin.parity.builds.launches.compressor:decode_csa4",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="hca128-c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_pool_step",
+            launch="deeptwin.parity.builds.launches.compressor:decode_hca128",
+            expect=NO_PRODUCT | VECTOR,
+        ),
     ),
     mutants=(
         _mutant("step_does_not_see_itself", "U32", "a token reads the ring as it was before the step"),
@@ -808,7 +850,20 @@ TAIL = Op(
         Relation(name="run_to_run", axis="repeats", only=few_entries),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.compressor:compress_tail_triton"),),
-    builds=(_build("c512", "_tail", "tail_512"), _build("c128", "_tail", "tail_128")),
+    builds=(
+        BuildCase(
+            name="c512",
+            kernel="deeptwin.kernels.triton_ops.compressor:_tail",
+            launch="deeptwin.parity.builds.launches.compressor:tail_512",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="c128",
+            kernel="deeptwin.kernels.triton_ops.compressor:_tail",
+            launch="deeptwin.parity.builds.launches.compressor:tail_128",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
     mutants=(
         _mutant("position_of_last_token", "U61", "an entry is rotated at its last token"),
         _mutant("position_of_centre", "U61", "an entry is rotated at its centre"),

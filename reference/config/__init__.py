@@ -38,11 +38,14 @@ from .blocks import (
     EngramConfig,
     EngramLayout,
     GroupScore,
+    ImagePlan,
     MhcConfig,
     MoeConfig,
     OutsideVocabulary,
     RouterConfig,
     Scoring,
+    TokenType,
+    VisionConfig,
     WeightSum,
     moe_v41,
 )
@@ -70,6 +73,9 @@ from .formats import (
 )
 
 __all__ = [
+    "VisionConfig",
+    "ImagePlan",
+    "TokenType",
     "C1",
     "C2",
     "CSA4",

@@ -227,3 +227,64 @@ class MoeConfig:
 def moe_v41(combine: Combine) -> MoeConfig:
     """The experts of V4.1: MXFP4 weights, an FP8 shared expert, 32-wide activations."""
     return MoeConfig(routed=MXFP4, shared=FP8_32X32, activation=Q8, swiglu_limit=10.0, combine=combine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Sizes of the image tower, of its projector, and the rules of the preprocessing plan."""
+
+    hidden: int = 1024
+    num_heads: int = 16
+    num_layers: int = 32
+    intermediate: int = 2816
+    model_dim: int = 5120
+    patch: int = 14
+    downsample: int = 3  # patches along each side of one image token
+    max_tokens: int = 1024  # of one span, markers included
+    min_pixels: int = 295936
+    max_wh_ratio: float | None = None
+    theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "num_heads", "num_layers", "intermediate", "model_dim", "patch", "downsample"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.hidden % (4 * self.num_heads):
+            raise ValueError(f"hidden: expected a multiple of 4 x {self.num_heads} heads, got {self.hidden}")
+        if self.max_tokens < 5:
+            raise ValueError(f"max_tokens: expected at least 5, got {self.max_tokens}")
+        if self.max_wh_ratio is not None and not self.max_wh_ratio > 0:
+            raise ValueError(f"max_wh_ratio: expected a positive number or None, got {self.max_wh_ratio}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.hidden // self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePlan:
+    """What becomes of one image: its size in pixels, patches and tokens."""
+
+    width: int
+    height: int
+    grid_w: int
+    grid_h: int
+    tokens_w: int
+    tokens_h: int
+
+    @property
+    def tokens(self) -> int:
+        """Length of the span: a newline behind every row, a start and an end."""
+        return self.tokens_h * (self.tokens_w + 1) + 2
+
+
+class TokenType(enum.IntEnum):
+    """What stands at a position of a prompt, as the release numbers it."""
+
+    TEXT = -1
+    START = 0
+    IMAGE = 1
+    NEWLINE = 2
+    END = 3
