@@ -178,7 +178,7 @@ KINDS = {
     "router-weights": Kind(
         component="router", op="route", output="weights_tk", cases=_default_cases("router", "route", dtype="fp32")
     ),
-    "moe-block": Kind(component="moe", op="moe", output="y_tm", cases=_default_cases("moe", "moe")),
+    "moe-block": Kind(component="moe", op="moe", output="y_tm", cases=_default_cases("moe", "moe", width=128)),
 }
 
 
