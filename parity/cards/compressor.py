@@ -218,13 +218,9 @@ def cases_chunk(full: bool) -> list[PoolCase]:
         replace(small, config="hca128", lengths=(129,), channels=24, bias=True),
     ]
     if full:
-        shapes = {"c2": (19, 4), "csa4": (26, 9), "r5": (31, 3), "r3o": (22, 5), "c1": (7,), "hca128": (129,)}
-        found += [
-            replace(small, config=c, lengths=shapes[c], bias=b, regime=r)
-            for c, b, r in product(shapes, (False, True), ALL_REGIMES)
-            if not (b and c == "c1")
-        ]
-        found += [replace(small, config=c, lengths=tuple(range(12))) for c in ("c2", "csa4", "r5", "r3o")]
+        shapes = {"c2": (19, 4), "csa4": (10, 9), "r5": (16, 3)}
+        found += [replace(small, config=c, lengths=shapes[c], bias=True, regime=r) for c, r in product(shapes, REGIMES)]
+        found += [replace(small, config=c, lengths=tuple(range(9))) for c in shapes]
     return list({case.id: case for case in found}.values())
 
 
@@ -250,11 +246,12 @@ def cases_prefill(full: bool) -> list[PoolCase]:
         replace(base, config="hca128", lengths=(2,), starts=(127,), channels=24, bias=True, backtrack=2),
     ]
     if full:
+        # five sequences, one for each residue and more
         found += [
-            replace(base, config=c, lengths=tuple(n for _ in range(4)), starts=tuple(range(s, s + 4)), bias=True)
-            for c, n, s in product(("c2", "csa4", "r5", "r3o"), (1, 2, 3, 5, 8, 20), (0, 4))
+            replace(base, config=c, lengths=(n,) * 5, starts=tuple(range(s, s + 5)), bias=True)
+            for c, n, s in product(("c2", "csa4"), (1, 3, 8), (0, 6))
         ]
-        found += [replace(base, config=c, regime=r) for c, r in product(("c2", "r3o"), ALL_REGIMES)]
+        found += [replace(base, config=c, regime=r) for c, r in product(("c2", "r3o"), ("peaked", "huge", "wide"))]
     return list({case.id: case for case in found}.values())
 
 
@@ -277,10 +274,10 @@ def cases_decode(full: bool) -> list[PoolCase]:
     ]
     if full:
         found += [
-            replace(base, config=c, lengths=(n, n, n, n), starts=(s, s + 1, s + 2, s + 3), bias=True)
-            for c, n, s in product(("c2", "csa4", "r5", "r3o"), (1, 2, 3, 4, 5, 6), (0, 4))
+            replace(base, config=c, lengths=(n,) * 5, starts=tuple(range(s, s + 5)), bias=True)
+            for c, n, s in product(("c2", "csa4"), (1, 4, 6), (0, 6))
         ]
-        found += [replace(base, config=c, regime=r) for c, r in product(("c2", "r3o"), ALL_REGIMES)]
+        found += [replace(base, config=c, regime=r) for c, r in product(("c2", "r3o"), ("peaked", "huge", "wide"))]
     return list({case.id: case for case in found}.values())
 
 
@@ -298,8 +295,8 @@ def cases_tail(full: bool) -> list[TailCase]:
     ]
     if full:
         found += [
-            replace(base, channels=c, ratio=x, eps=e, regime=r)
-            for c, x, e, r in product((128, 512), (1, 2, 4, 128), (1e-20, 1e-6), ALL_REGIMES[:-1])
+            replace(base, tokens=10, channels=c, ratio=x, eps=e, regime=r)
+            for c, x, e, r in product((128, 512), (4, 128), (1e-20, 1e-6), ALL_REGIMES[:-1])
             if e == 1e-20 or r not in ("tiny", "subnormal")
         ]
     return list({case.id: case for case in found}.values())
@@ -442,7 +439,7 @@ def any_split(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
     _, seq_y = compress_rows(inputs["start_b"], inputs["cu_seqlens"], ratio=config.ratio)
     expected = _by_sequence(once, seq_y, count)
     longest = max(lengths, default=0)
-    sizes = range(1, 12) if context.full else sorted({1, config.ratio + 1, 7})
+    sizes = [1, 2, 3, 5, 7, 11] if context.full else sorted({1, config.ratio + 1, 7})
     plans = [(f"chunks of {n}", n, n, False) for n in sizes]
     plans += [(f"steps of {n}", n, n, True) for n in sizes if n <= room and (n == 1 or context.full)]
     plans += [("mixed steps", 1, min(6, room), True)]
