@@ -188,6 +188,12 @@ def test_bitwise_sees_the_sign_of_zero_and_names_the_bytes():
 SCORES = torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan, -torch.inf, 0.5]])
 
 
+def test_equal_bytes_of_nothing_pass():
+    nothing = torch.zeros(0, 3, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.uint8):
+        assert Bitwise().judge(nothing.to(dtype), Fixed(semantic=nothing, contract=nothing, rival=nothing)).ok
+
+
 @pytest.mark.parametrize(
     ("chosen", "ties", "problem"),
     [
@@ -202,12 +208,6 @@ SCORES = torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan, -torch.inf, 0.5]])
         ([0, 4], "lower", "NaN or masked"),
     ],
 )
-def test_equal_bytes_of_nothing_pass():
-    nothing = torch.zeros(0, 3, dtype=torch.float64)
-    for dtype in (torch.bfloat16, torch.uint8):
-        assert Bitwise().judge(nothing.to(dtype), Fixed(semantic=nothing, contract=nothing, rival=nothing)).ok
-
-
 def test_top_k(chosen, ties, problem):
     got = torch.tensor([chosen], dtype=torch.int32)
     oracles = Fixed(semantic=got, contract=got, rival=got, arguments={"scores_ts": SCORES})
