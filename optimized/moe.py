@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deeptwin.reference.checks import expect_dtype, expect_in_range, expect_shape
+from deeptwin.reference.checks import expect_dtype, expect_in_range, expect_multiple, expect_shape
 from deeptwin.reference.config import Combine, MoeConfig
 
-from .linear import linear_codes_triton, linear_grouped_triton
+from .linear import _check_grouped, linear_codes_triton, linear_grouped_triton
 from .swiglu import swiglu_quant_triton
 
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
@@ -131,6 +131,50 @@ def combine_triton(
     return kernels.combine(expert_ym, row_tk, rank_tk, node_tk, shared_tm, dtype=dtype, out=out)
 
 
+def expert_up_triton(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    group_sizes_e: Tensor,
+    weight_y: Tensor,
+    *,
+    config: MoeConfig,
+    trusted_sizes: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference.moe.expert_up` in one launch. Values are not inspected; with `trusted_sizes` the sizes neither.
+
+    Raises:
+        TypeError: an operand has another dtype than its format says; group_sizes_e is neither int32 nor int64;
+            weight_y is not bf16, fp16 or fp32; an `out` buffer has another dtype.
+        ValueError: shapes disagree or do not fit the formats; a size is negative, or the sizes do not add up to y; an
+            `out` buffer does not fit.
+        NotImplementedError: as `linear_grouped_triton`.
+    """
+    fmt, w_fmt = config.activation, config.routed
+    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, fmt, w_fmt, trusted_sizes)
+    expect_multiple("w_q (features)", w_q.shape[1], 2 * fmt.group)
+    expect_shape("weight_y", weight_y, "y", {"y": x_q.shape[0]})
+    expect_dtype("weight_y", weight_y, *STORAGE)
+    from deeptwin.kernels.triton_ops import moe_expert
+
+    return moe_expert.expert_up(
+        x_q,
+        x_sf,
+        w_q,
+        w_sf,
+        group_sizes_e,
+        weight_y,
+        x_group=fmt.group,
+        w_block=(w_fmt.rows, w_fmt.group),
+        scale=fmt.scale.value,
+        limit=config.swiglu_limit,
+        amax_floor=fmt.amax_floor,
+        out=out,
+    )
+
+
 def moe_triton(
     x_q: Tensor,
     x_sf: Tensor,
@@ -144,7 +188,7 @@ def moe_triton(
     inspect_values: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`reference.moe.moe`: dispatch, grouped product, SwiGLU and quantiser, grouped product, combine.
+    """`reference.moe.moe`: dispatch, first half of the experts, grouped product, combine.
 
     Rows that no slot has are zero and belong to the last expert, so that no size is read back from the device.
 
@@ -174,16 +218,18 @@ def moe_triton(
     sizes_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
     rows_q, rows_sf = (gather_rows_triton(x, slot_y, topk=dims["k"], inspect_values=False) for x in (x_q, x_sf))
     weight_y = gather_rows_triton(weights_tk.reshape(-1, 1), slot_y, topk=1, inspect_values=False).squeeze(1)
-    product = partial(
-        linear_grouped_triton,
-        group_sizes_e=sizes_e,
+    v = expert_up_triton(
+        rows_q, rows_sf, experts.w13_q, experts.w13_sf, sizes_e, weight_y, config=config, trusted_sizes=True
+    )
+    expert_ym = linear_grouped_triton(
+        *v,
+        experts.w2_q,
+        experts.w2_sf,
+        sizes_e,
         x_fmt=config.activation,
         w_fmt=config.routed,
         trusted_sizes=True,
     )
-    h_yi = product(rows_q, rows_sf, experts.w13_q, experts.w13_sf)
-    v_q, v_sf = swiglu_quant_triton(h_yi, weight_y, limit=config.swiglu_limit, fmt=config.activation)
-    expert_ym = product(v_q, v_sf, experts.w2_q, experts.w2_sf)
     shared_tm = None if shared is None else _shared_expert(x_q, x_sf, shared, config)
     return combine_triton(
         expert_ym, row_tk, rank_tk, None, shared_tm, rule=config.combine, inspect_values=False, out=out

@@ -18,7 +18,7 @@ from deeptwin.optimized.indexer import (
     index_scores_triton,
     index_weights_triton,
 )
-from deeptwin.parity import goldens
+from deeptwin.parity import goldens, index_memory
 from deeptwin.parity.card import load_card
 from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference.config import INDEX_FP4, RopeConfig, ScoreOrder
@@ -261,6 +261,13 @@ def test_places_without_a_key_are_hidden() -> None:
     tables = int32([[1, -1, 0], [2, 0, 2**31 - 1]])
     hidden = index_scores_paged(q, cache, w, tables, int32([6, 6]), None, block_size=8, order=ScoreOrder.FP32)
     assert hidden.isinf().tolist() == [[False, False, True, True, False, False], [True, True, False, False, True, True]]
+
+
+def test_the_measuring_command_measures() -> None:
+    """Heads x queries x keys never stand in memory at once; here they would be 512 MiB."""
+    found = index_memory.measure(keys=16384, queries=128, order=ScoreOrder.FP32)
+    assert found["bytes_of_all_products_at_once"] == 2**29
+    assert found["peak_memory_growth_bytes"] < 2**28
 
 
 @pytest.mark.parametrize(("t", "s"), [(0, 4), (2, 0)])

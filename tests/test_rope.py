@@ -28,6 +28,7 @@ from deeptwin.reference.rope import (
     table_magnitude,
     yarn_ramp_ends,
 )
+from deeptwin.reference.sparse_attn import sparse_attn
 
 V3_YARN = YarnConfig(
     factor=40,
@@ -207,6 +208,24 @@ def test_scores_depend_on_the_distance_alone(p: int, q: int, shift: int, pairing
         return float((turned(query, table, [a], pairing) * turned(key, table, [b], pairing)).sum())
 
     assert score(p, q) == pytest.approx(score(p + shift, q + shift), abs=1e-6)
+
+
+@pytest.mark.parametrize("shift", [1, 37])
+def test_attention_turned_back_depends_on_distances_alone(shift: int) -> None:
+    """v41-attention.md section 2.4: keys are values and rotate with them; the output is turned back at its query."""
+    table = rope_table(torch.arange(64), unit_angles(4))
+    query, keys = normal(3, 2, 8, seed=1).double(), normal(5, 8, seed=2).double()
+    idx = torch.tensor([[0, 1, 2], [4, 1, -1], [3, 0, 4]], dtype=torch.int32)
+
+    def attend(first: int) -> Tensor:
+        q = turned(query, table, [first + 20, first + 21, first + 22], Pairing.INTERLEAVED)
+        kv = turned(keys[:, None], table, [first + 3 * j for j in range(5)], Pairing.INTERLEAVED)[:, 0]
+        out, _ = sparse_attn(q, kv, idx, torch.zeros(2), None, scale=0.3, value_dim=8, num=SEMANTIC)
+        return turned(out, table, [first + 20, first + 21, first + 22], Pairing.INTERLEAVED, inverse=True)
+
+    torch.testing.assert_close(attend(shift), attend(0), rtol=0, atol=1e-6)  # cosines are fp32 numbers
+    kept = sparse_attn(query, keys, idx, torch.zeros(2), None, scale=0.3, value_dim=8, num=SEMANTIC)[0]
+    assert (attend(0) - kept).abs().max() > 1e-2  # without positions the output is another
 
 
 @every_layout

@@ -202,6 +202,12 @@ def test_bitwise_leaves_the_sign_of_a_computed_nan_open_but_not_that_of_a_code()
 SCORES = torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan, -torch.inf, 0.5]])
 
 
+def test_equal_bytes_of_nothing_pass():
+    nothing = torch.zeros(0, 3, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.uint8):
+        assert Bitwise().judge(nothing.to(dtype), Fixed(semantic=nothing, contract=nothing, rival=nothing)).ok
+
+
 @pytest.mark.parametrize(
     ("chosen", "ties", "problem"),
     [

@@ -263,6 +263,8 @@ def cases_linear(full: bool) -> list[LinearCase]:
             for t, f, w, o, r in product((1, 64, 129), (127,), (63, 65), ("bf16", "fp32"), ("normal", "mean1"))
         ]
         found += [LinearCase(tokens=2, features=128, width=w) for w in (1280, 7168, 9216)]
+        # as many tiles of 64 x 128 as an H200 has cores, and a column of tiles more
+        found += [LinearCase(tokens=704, features=f, width=32) for f in (1536, 1664)]
     return _unique(found)
 
 
@@ -612,6 +614,7 @@ LINEAR = Op(
         _mutant("bias_missing", "U49", "the bias is left out"),
         _mutant("bias_after_rounding", "U86", "the product is rounded before the bias is added"),
         _mutant("last_row_stale", "U75", "the last row is left unwritten"),
+        _mutant("one_tile_a_core", "U83", "tiles are mixed up when there are as many of them as cores, only then"),
         _mutant("split_depends_on_batch", "U73", "the width is split by the number of rows"),
         _mutant("other_order_beyond_8_rows", "U72", "more than eight rows are summed in another order"),
         _mutant("not_deterministic", "U10", "a counter leaks into the result: the second launch differs"),
