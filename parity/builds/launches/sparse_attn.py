@@ -112,3 +112,16 @@ def two_decode_h64() -> None:
 def two_decode_h64_fp8() -> None:
     """The MXFP8 option of the main cache, in sectioned pages."""
     _two_decode(KV_FP8, PageLayout.SECTIONED)
+
+
+def two_decode_pages_of_one() -> None:
+    """Rings and pages of one entry, sectioned, 16 heads."""
+    two_cache_attn_decode_triton(
+        torch.empty(64, 16, 512, dtype=torch.bfloat16),
+        torch.empty(65, 1, 528, dtype=torch.uint8),
+        torch.empty(64, 128, dtype=torch.int32),
+        torch.empty(PAGES, 1, 288, dtype=torch.uint8),
+        torch.empty(64, 512, dtype=torch.int32),
+        torch.empty(16),
+        caches=_caches(KV_FP4, PageLayout.SECTIONED),
+    )
