@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,12 @@ from .card import Op, case_rng, load_card, resolve
 from .environment import facts, fixed_numerics
 from .files import write_json
 from .guard import accepted_parameters
-from .judge import judge
+from .judge import Verdict, judge
 from .oracles import OracleSet
 from .outcome import Status
 from .rules import Rule, TopK
 
 FOLDER = Path(__file__).with_name("evidence")
-KILL_SEEDS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class Kind:
     op: str
     output: str
     cases: Callable[[], Sequence[Any]]
+    kill_seeds: int = 20  # fewer where the mutants are whole stacks
 
     @property
     def operation(self) -> Op:
@@ -93,6 +94,11 @@ def _swiglu_cases() -> list[Any]:
         for w, limit in ((96, 10.0), (640, 0.0))
         for regime in ("normal", "peaked", "flat", "mean1", "edges")
     ]
+
+
+def _stack_cases() -> list[Any]:
+    found = _default_cases("csa2", "csa2_run", truncation="off")()
+    return [case for case in found if case.tokens <= 9 or case.lengths == (12,)]
 
 
 KINDS = {
@@ -179,20 +185,33 @@ KINDS = {
         component="router", op="route", output="weights_tk", cases=_default_cases("router", "route", dtype="fp32")
     ),
     "moe-block": Kind(component="moe", op="moe", output="y_tm", cases=_default_cases("moe", "moe", width=128)),
+    "csa2-project-queries": Kind(
+        component="csa2", op="csa2_project", output="q_thd", cases=_default_cases("csa2", "csa2_project")
+    ),
+    "csa2-project-keys": Kind(
+        component="csa2", op="csa2_project", output="key_td", cases=_default_cases("csa2", "csa2_project")
+    ),
+    "csa2-project-latents": Kind(
+        component="csa2", op="csa2_project", output="latent_ta", cases=_default_cases("csa2", "csa2_project")
+    ),
+    "csa2-output": Kind(component="csa2", op="csa2_output", output="y_tm", cases=_default_cases("csa2", "csa2_output")),
+    "csa2-stack": Kind(component="csa2", op="csa2_run", output="h_tm", cases=_stack_cases, kill_seeds=5),
+    "csa2-pages": Kind(component="csa2", op="csa2_run", output="page_pq", cases=_stack_cases, kill_seeds=5),
+    "csa2-states": Kind(component="csa2", op="csa2_run", output="state_sq", cases=_stack_cases, kill_seeds=5),
 }
 
 
 def measure(kind: Kind, seeds: int) -> dict[str, Any]:
     """Judge every control on every case and seed, and every mutant on a few seeds by regime."""
     op = kind.operation
-    controls = {row.name: resolve(row.function) for row in op.controls}
+    controls = sorted(row.name for row in op.controls)
     worst: dict[str, float] = defaultdict(float)
     rate: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     alarms: list[str] = []
     judgements = 0
     for case in kind.cases():
         for seed in range(seeds):
-            for name, verdict in _verdicts(kind, op, case, 5000 + seed, controls):
+            for name, verdict in _verdicts(kind, case, 5000 + seed, "controls"):
                 judgements += 1
                 for key, value in verdict.metrics.items():
                     worst[key] = max(worst[key], value)
@@ -206,7 +225,7 @@ def measure(kind: Kind, seeds: int) -> dict[str, Any]:
         "rule": repr({str(k): v for k, v in _rules(op, kind.output).items()}),
         "seeds": seeds,
         "cases": len(kind.cases()),
-        "controls": sorted(controls),
+        "controls": controls,
         "judgements": judgements,
         "false_alarms": len(alarms),
         "alarms": alarms[:20],
@@ -221,17 +240,25 @@ def _rules(op: Op, output: str) -> dict[Any, Rule]:
     return {"any": rule} if not isinstance(rule, Mapping) else dict(rule)
 
 
-def _verdicts(
-    kind: Kind, op: Op, case: Any, seed: int, functions: dict[str, Callable[..., Any]]
-) -> Iterator[tuple[str, Any]]:
-    inputs = op.draw(case, case_rng(kind.component, op.name, case.id, seed))
+def _verdicts(kind: Kind, case: Any, seed: int, rows: str) -> Iterator[tuple[str, Verdict]]:
+    for name, verdicts in _judged(kind.component, kind.op, case, seed, rows).items():
+        yield name, next(v for v in verdicts if v.output == kind.output)
+
+
+@cache  # kinds that are outputs of one operation share its runs
+def _judged(component: str, op_name: str, case: Any, seed: int, rows: str) -> dict[str, list[Verdict]]:
+    op = load_card(component).op(op_name)
+    inputs = op.draw(case, case_rng(component, op.name, case.id, seed))
     oracles = OracleSet(op, inputs)
     names = [output.name for output in op.outputs]
-    for name, function in functions.items():
+    found = {}
+    for row in op.controls if rows == "controls" else op.mutants:
+        function = resolve(row.function)
         accepted = accepted_parameters(function, op)
         result = function(**{k: _copy(v) for k, v in inputs.items() if k in accepted})
         outputs = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
-        yield name, next(v for v in judge(outputs, oracles) if v.output == kind.output)
+        found[row.name] = judge(outputs, oracles)
+    return found
 
 
 def _copy(value: Any) -> Any:
@@ -240,7 +267,7 @@ def _copy(value: Any) -> Any:
 
 def _kills(kind: Kind, op: Op) -> dict[str, dict[str, str]]:
     """For each mutant and regime: in how many of the drawn seeds the output alone betrays it."""
-    mutants = {m.name: resolve(m.function) for m in op.mutants}
+    mutants = [m.name for m in op.mutants]
     table: dict[str, dict[str, str]] = defaultdict(dict)
     by_regime: dict[str, Any] = {}
     for case in op.cases(False):
@@ -251,11 +278,11 @@ def _kills(kind: Kind, op: Op) -> dict[str, dict[str, str]]:
         if regime not in by_regime:
             continue
         dead: dict[str, int] = defaultdict(int)
-        for seed in range(KILL_SEEDS):
-            for name, verdict in _verdicts(kind, op, by_regime[regime], seed, mutants):
+        for seed in range(kind.kill_seeds):
+            for name, verdict in _verdicts(kind, by_regime[regime], seed, "mutants"):
                 dead[name] += verdict.status is not Status.PASSED
         for name in mutants:
-            table[name][regime] = f"{dead[name]}/{KILL_SEEDS}"
+            table[name][regime] = f"{dead[name]}/{kind.kill_seeds}"
     return dict(table)
 
 

@@ -504,31 +504,3 @@ MLA_BLOCK = {
 # units, so that a mean signed error of a stack says nothing (reference itself: 0.9 units in one of 40 judgements)
 CSA2_SIDE = Budget(kind="csa2 side", element_factor=2.5, element_slack=3.0, row=4.0, total=2.0, bias=0.5, bias_t=0.01)
 CSA2_STACK = Budget(kind="csa2 stack", element_factor=2.5, element_slack=3.0, row=4.0, total=2.0, bias=8.0, bias_t=0.01)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByteShare:
-    """For caches behind several layers: of the bytes that CONTRACT wrote, at most a share differs.
-
-    One last bit of a hidden state moves a code here and there, in every later layer some more. What the bytes mean is
-    judged where they are written (kv_cache, indexer); here a page, ring or section in a wrong place is seen.
-    `before` names the field of the argument `caches` that holds the bytes before the call.
-    """
-
-    share: float
-    before: str
-
-    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
-        """Count the differing bytes against the written ones."""
-        expected = oracles.contract.to(got.dtype)
-        wrong = got != expected
-        differ = int(wrong.sum())
-        written = int((expected != getattr(oracles.arguments["caches"], self.before)).sum())
-        used = differ / max(self.share * written, 1e-9)
-        return Judgement(
-            ok=used <= 1.0,
-            used=used,
-            message=f"{differ} bytes differ, {written} were written; allowed {self.share:.3g} of them",
-            worst=worst_at(got, oracles.contract, wrong.to(torch.float64)) if differ else None,
-            metrics={"differ": float(differ)},
-        )

@@ -23,9 +23,12 @@ from .. import draws
 from ..builds.ascend_presets import MATRIX
 from ..builds.presets import PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Relation
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Relation, variants
 from ..relations import Context, Variant, row_chunks
-from ..rules import CSA2_SIDE, CSA2_STACK, ByteShare, Close
+from ..rules import CSA2_SIDE, CSA2_STACK, Close
+from ..stored_state import CSA2_STORED, CSA2_STORED_FREE, StoredState
+
+_mutant, _control = variants("csa2")
 
 # the modes of the tiny stack with a layer, heads and ranks less: what the interpreter runs in a second
 MICRO = Topology(
@@ -446,15 +449,6 @@ def golden_free() -> list[RunCase]:
 
 # rows
 
-
-def _mutant(function: str, entry: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"deeptwin.parity.mutants.csa2:{function}", entry=entry, fault=fault)
-
-
-def _control(function: str) -> Candidate:
-    return Candidate(name=function, function=f"deeptwin.parity.mutants.csa2:{function}")
-
-
 PROJECT = Op(
     name="csa2_project",
     reference="deeptwin.reference.csa2:csa2_project",
@@ -525,8 +519,8 @@ OUTPUT = Op(
 )
 
 STATE = (
-    Output(name="page_pq", rule=ByteShare(share=0.1, before="page_pq"), dtype=torch.uint8),
-    Output(name="state_sq", rule=ByteShare(share=0.1, before="state_sq"), dtype=torch.uint8),
+    Output(name="page_pq", rule=StoredState(before="page_pq", limits=CSA2_STORED), dtype=torch.uint8),
+    Output(name="state_sq", rule=StoredState(before="state_sq", limits=CSA2_STORED), dtype=torch.uint8),
 )
 
 RUN = Op(
@@ -557,7 +551,7 @@ RUN = Op(
     mutants=(
         _mutant("window_table_everywhere", "U30", "compressed layers rotate with the table of the window layers"),
         _mutant("main_table_everywhere", "U30", "window layers rotate with the table of the compressed ones"),
-        _mutant("window_tail_not_quantised", "U94", "rotary channels of window keys stay bf16, as in V4"),
+        _mutant("window_tail_not_quantised", "U86", "rotary channels of window keys are stored as bf16, as in V4"),
         _mutant("entry_at_its_last_token", "U25", "an entry stands at the position of its last token"),
         _mutant("entry_at_its_number", "U25", "an entry stands at position j instead of r j"),
         _mutant("sink_scaled", "U78", "the sink is multiplied by the softmax scale"),
@@ -579,7 +573,7 @@ RUN = Op(
         _mutant("index_pages_interleaved", "U23", "index pages are written interleaved"),
         _mutant("ring_shifted", "U36", "rings start one slot late"),
     ),
-    controls=(_control("right_run"),),
+    controls=(_control("right_run"), _control("right_run_forwards")),
     golden=golden_run,
 )
 
@@ -589,8 +583,8 @@ FREE = Op(
     outputs=(
         # a near tie picks other keys: a third of the first index layer's rows; only relations are exact here
         Output(name="h_tm", rule=Close(rtol=1.0), dtype=torch.bfloat16),
-        Output(name="page_pq", rule=ByteShare(share=1.0, before="page_pq"), dtype=torch.uint8),
-        Output(name="state_sq", rule=ByteShare(share=1.0, before="state_sq"), dtype=torch.uint8),
+        Output(name="page_pq", rule=StoredState(before="page_pq", limits=CSA2_STORED_FREE), dtype=torch.uint8),
+        Output(name="state_sq", rule=StoredState(before="state_sq", limits=CSA2_STORED_FREE), dtype=torch.uint8),
     ),
     cases=cases_free,
     draw=draw_run,

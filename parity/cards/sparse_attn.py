@@ -40,7 +40,7 @@ class SparseCase:
     regime: str = "normal"
     sink: str = "normal"  # normal, none, large, extreme
     holes: str = "some"  # none, some, leading, all, bad
-    lengths: str = "none"  # none, mixed
+    lengths: str = "none"  # none, mixed, zero
 
     @property
     def id(self) -> str:
@@ -64,8 +64,8 @@ def draw(case: SparseCase, rng: np.random.Generator) -> Inputs:
         row[rng.permutation(case.topk)[:count]] = rng.permutation(usable)[:count]
         _punch(case, rng, row)
     lengths = None
-    if case.lengths == "mixed":
-        choices = [0, 1, case.topk - 1, case.topk, case.topk // 2]
+    if case.lengths != "none":
+        choices = [0] if case.lengths == "zero" else [0, 1, case.topk - 1, case.topk, case.topk // 2]
         lengths = np.array([choices[i % len(choices)] for i in range(case.tokens)]).clip(0, case.topk)
         for row, length in zip(lists, lengths, strict=True):
             row[length:] = rng.choice([*spare[:4], *draws.BAD_INDICES], case.topk - length)
@@ -192,6 +192,7 @@ def cases_decode(full: bool) -> list[SparseCase]:
         _with(base, page=1),
         _with(base, page=61),
         _with(base, page=64, lengths="mixed", tokens=6),
+        _with(base, lengths="zero"),
         _with(base, holes="all", sink="extreme"),
         _with(base, holes="leading", topk=200, keys=500),
         _with(base, heads=4, keys=2400, topk=1100, tokens=5, lengths="mixed"),
@@ -694,6 +695,7 @@ DECODE = Op(
     mutants=(
         _mutant("decode_ignores_page_stride", "U22", "pages are read as if they were contiguous"),
         _mutant("decode_reads_page_0_for_holes", "U74", "holes read page 0, whose NaN meets a zero weight"),
+        _mutant("empty_batch_reads_a_key", "U21", "with all lengths zero every list is given one entry"),
     ),
     controls=(_control("right_decode"),),
     golden=golden_cases_decode,
@@ -790,6 +792,26 @@ TWO_DECODE = Op(
             kernel="deeptwin.kernels.triton_ops.two_cache:_attend_two_caches",
             launch="deeptwin.parity.builds.launches.sparse_attn:two_decode_h64_fp8",
             expect=DECODED | MATRIX,
+        ),
+        BuildCase(
+            name="h64-d512-pages-of-one",  # a size of 1 is a constant of the build, which has no methods of a tensor
+            kernel="deeptwin.kernels.triton_ops.two_cache:_attend_two_caches",
+            launch="deeptwin.parity.builds.launches.sparse_attn:two_decode_pages_of_one",
+            expect={"sm90": DECODED["sm90"]},
+        ),
+        BuildCase(
+            name="tilelang-h64-d512",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.two_cache:two_cache_decode_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:ascend_two_decode",
+            expect={"ascend950-simd": Expect(mma="cube")},
+        ),
+        BuildCase(
+            name="tilelang-h64-d512-fp8-sectioned",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.ascend_ops.two_cache:two_cache_decode_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:ascend_two_decode_fp8",
+            expect={"ascend950-simd": Expect(mma="cube")},
         ),
     ),
     mutants=(

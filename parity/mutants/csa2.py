@@ -16,6 +16,7 @@ from deeptwin.reference.config import Truncation
 from deeptwin.reference.csa2 import csa2_run
 from deeptwin.reference.csa2_config import CastPoints, Csa2Config
 from deeptwin.reference.csa2_state import Csa2Batch, Csa2Caches
+from deeptwin.reference.numerics import Numerics
 from deeptwin.reference.weights import Csa2Weights
 
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -340,6 +341,40 @@ mean_instead_of_softmax = run(replace(_RIGHT, compressor="mean"))
 entries_never_stored = run(replace(_RIGHT, bytes="entries_lost"))
 index_pages_interleaved = run(replace(_RIGHT, bytes="index_pages_interleaved"))
 ring_shifted = run(replace(_RIGHT, bytes="ring_shifted"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forwards(Numerics):
+    """Sums in fp32, blocks of 16 from the first on; every block alone is exact, so a row never sees its batch."""
+
+    def sum(self, x: Tensor, dim: int, *, keepdim: bool = False) -> Tensor:
+        total = torch.zeros(())
+        for part in x.split(16, dim):
+            total = total + part.sum(dim, keepdim=keepdim).float()
+        return total.double()
+
+    def einsum(self, equation: str, a: Tensor, b: Tensor) -> Tensor:
+        left, right = equation.partition("->")[0].split(",")
+        (along,) = (c for c in left if c in right and c not in equation.partition("->")[2])
+        total = torch.zeros(())
+        for x, y in zip(a.split(16, left.index(along)), b.split(16, right.index(along)), strict=True):
+            total = total + torch.einsum(equation, x, y).float()
+        return total.double()
+
+
+def right_run_forwards(
+    h_tm: Tensor,
+    layers: tuple[Csa2Weights, ...],
+    caches: Csa2Caches,
+    batch: Csa2Batch,
+    picks_ltk: Tensor | None,
+    *,
+    config: Csa2Config,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The bytes of honest arithmetic that is no oracle's: another order of sums, softmax weights at another scale."""
+    num = Forwards(name="forwards", carrier=torch.float64, marks=True, free_scale=0.7)
+    h, page_pq, state_sq = csa2_run(h_tm, layers, caches, batch, picks_ltk, config=config, num=num)
+    return h.bfloat16(), page_pq, state_sq
 
 
 def stale_index_keys(

@@ -29,7 +29,7 @@ class Faults:
     output: str = "nearest"  # nearest, truncated, up
     stored: torch.dtype | None = None  # of the output, where it is not that of the weights
     holes: str = "masked"  # masked, wrap, zero_times_row, read_row_0
-    lengths: str = "used"  # used, ignored
+    lengths: str = "used"  # used, ignored, one_if_all_are_zero
     empty: str = "zero"  # zero, nan, stale
     hide_nan: bool = False
     bound: str = "both"  # both, lower_only
@@ -107,7 +107,9 @@ def _gather(faults: Faults, kv: Tensor, idx: Tensor, lengths: Tensor | None) -> 
     valid = idx >= 0 if faults.bound == "lower_only" else (idx >= 0) & (idx < n)
     if faults.holes == "wrap":
         valid = valid | (idx == -1)  # python indexing: −1 is the last row
-    if lengths is not None and faults.lengths == "used":
+    if lengths is not None and faults.lengths == "one_if_all_are_zero" and not lengths.any():
+        lengths = torch.ones_like(lengths)
+    if lengths is not None and faults.lengths != "ignored":
         valid = valid & (torch.arange(idx.shape[1])[None, :] < lengths[:, None])
     rows = torch.where(valid, idx.long(), 0) % max(n, 1)
     if faults.rows == "first_row_shared" and idx.shape[0]:
@@ -229,3 +231,4 @@ order_depends_on_place = prefill(replace(_RIGHT, order_by_place=True))
 not_deterministic = prefill(replace(_RIGHT, flicker=True))
 decode_ignores_page_stride = decode(_RIGHT, ignore_stride=True)
 decode_reads_page_0_for_holes = decode(replace(_RIGHT, holes="read_row_0"))
+empty_batch_reads_a_key = decode(replace(_RIGHT, lengths="one_if_all_are_zero"))

@@ -92,12 +92,12 @@ def two_prefill_h64() -> None:
     )
 
 
-def _two_decode(main: RecordFormat, layout: PageLayout) -> None:
+def _two_decode(main: RecordFormat, layout: PageLayout, ring: int = 134, page: int = PAGE) -> None:
     two_cache_attn_decode_triton(
         torch.empty(64, 64, 512, dtype=torch.bfloat16),
-        torch.empty(65, 134, 528, dtype=torch.uint8),
+        torch.empty(65, ring, 528, dtype=torch.uint8),
         torch.empty(64, 128, dtype=torch.int32),
-        torch.empty(PAGES, PAGE, main.record_bytes, dtype=torch.uint8),
+        torch.empty(PAGES, page, main.record_bytes, dtype=torch.uint8),
         torch.empty(64, 512, dtype=torch.int32),
         torch.empty(64),
         caches=_caches(main, layout),
@@ -112,3 +112,8 @@ def two_decode_h64() -> None:
 def two_decode_h64_fp8() -> None:
     """The MXFP8 option of the main cache, in sectioned pages."""
     _two_decode(KV_FP8, PageLayout.SECTIONED)
+
+
+def two_decode_pages_of_one() -> None:
+    """Rings and pages of one entry, sectioned."""
+    _two_decode(KV_FP4, PageLayout.SECTIONED, ring=1, page=1)

@@ -38,3 +38,17 @@ def ascend_h64_d576() -> Any:
     from deeptwin.kernels.ascend_ops.sparse_attn import sparse_attn_decode_program
 
     return sparse_attn_decode_program(64, 576, 512, has_length=True, has_sink=False)
+
+
+def ascend_two_decode() -> Any:
+    """V4.1 decode: FP8 rings, FP4 entries, as DeepInfer lays them out."""
+    from deeptwin.kernels.ascend_ops.two_cache import two_cache_decode_program
+
+    return two_cache_decode_program(64, main="e2m1", sectioned=False)
+
+
+def ascend_two_decode_fp8() -> Any:
+    """The MXFP8 option of the main cache, in sectioned pages."""
+    from deeptwin.kernels.ascend_ops.two_cache import two_cache_decode_program
+
+    return two_cache_decode_program(64, main="e4m3", sectioned=True)
