@@ -500,7 +500,9 @@ MLA_BLOCK = {
     ),
 }
 
-# one side of a CSA2 layer, and stacks of four to six layers: quantisers between the roundings, whose steps are several
-# units, so that a mean signed error of a stack says nothing (reference itself: 0.9 units in one of 40 judgements)
-CSA2_SIDE = Budget(kind="csa2 side", element_factor=2.5, element_slack=3.0, row=4.0, total=2.0, bias=0.5, bias_t=0.01)
-CSA2_STACK = Budget(kind="csa2 stack", element_factor=2.5, element_slack=3.0, row=4.0, total=2.0, bias=8.0, bias_t=0.01)
+# one side of a CSA2 layer, and stacks of one to six layers: quantisers between the roundings, whose steps are several
+# units, so that a mean signed error of a stack says nothing (reference itself: 0.9 units in one of 40 judgements).
+# Measured (50 seeds, evidence/csa2-*.json): a side has the rms of RIVAL in every row; the worst element of a stack is
+# 1.005 of 2.5 RIVAL + 3, its row 2.1, its total 1.7
+CSA2_SIDE = Budget(kind="csa2 side", element_factor=2.0, element_slack=2.0, row=2.5, total=1.5, bias=0.5, bias_t=0.01)
+CSA2_STACK = Budget(kind="csa2 stack", element_factor=3.0, element_slack=4.0, row=4.0, total=2.5, bias=8.0, bias_t=0.01)

@@ -137,7 +137,7 @@ def _limits(kind: str, bits: int, *, row: float, total: float, bias: float, elem
 CSA2_STORED = {
     "index": _limits("e2m1 index records", 2, row=5.0, total=3.0, bias=0.5, element=2.5),
     "main": _limits("e2m1 main records", 2, row=4.0, total=2.0, bias=0.5, element=2.5),
-    "ring": _limits("e4m3 window records", 4, row=4.0, total=2.0, bias=0.5, element=2.5),
+    "ring": _limits("e4m3 window records", 4, row=6.0, total=3.0, bias=0.5, element=2.5),
     "compressor": _limits("fp32 ring of bf16 products", 8, row=5.0, total=3.0, bias=0.5, element=2.5),
 }
 

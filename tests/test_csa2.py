@@ -13,10 +13,11 @@ from torch import Tensor
 
 from deeptwin.optimized.csa2 import csa2_output_triton, csa2_project_triton, csa2_run_triton
 from deeptwin.parity import goldens
-from deeptwin.parity.card import load_card
+from deeptwin.parity.card import Output, load_card
 from deeptwin.parity.cards.csa2 import RunCase, SideCase, draw_output, draw_project, draw_run
+from deeptwin.parity.oracles import OracleSet
 from deeptwin.reference import csa2
-from deeptwin.reference.cache_plan import bytes_per_token, page_bytes, page_pieces, state_bytes
+from deeptwin.reference.cache_plan import bytes_per_token, page_bytes, page_pieces, state_bytes, state_pieces
 from deeptwin.reference.config import PageLayout, ScoreOrder, Truncation
 from deeptwin.reference.csa2 import csa2_output, csa2_project, csa2_run, csa2_step_
 from deeptwin.reference.csa2_config import CastPoints, v41_flash_csa2
@@ -329,6 +330,39 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
 
 def test_every_candidate_is_invariant_under_steps(judged) -> None:
     assert judged.without("csa2", "chunk_invariant") == []
+
+
+def test_caches_are_judged_by_slot_and_value() -> None:
+    """Honest bytes pass; a moved record, an untouched one, a NaN, another scale or a byte of padding fails."""
+    op = CARD.op("csa2_run")
+    oracles = OracleSet(op, drawn(RunCase(config="mono", lengths=(9,))))
+    pages, states = (next(o for o in op.outputs if o.name == name) for name in ("page_pq", "state_sq"))
+    plan = oracles.inputs["config"].plan
+    main = next(p for p in page_pieces(plan) if p.name == "main")
+    ring = next(p for p in state_pieces(plan) if p.name == "ring")
+
+    def ok(output: Output, spoil: Callable[[Tensor], None], honest: str = "rival") -> bool:
+        got = getattr(oracles, honest)[output.name].clone()
+        spoil(got)
+        return output.rule.judge(got, oracles.of(output)).ok
+
+    written = int((oracles.contract["page_pq"][:, main.offset] != 255).nonzero()[0])
+    owner = int((oracles.contract["state_sq"][:, ring.offset] != 255).nonzero()[0])
+    record, row = slice(main.offset, main.offset + 288), slice(ring.offset, ring.offset + 528)
+    for honest in ("rival", "contract"):
+        assert ok(pages, lambda x: None, honest)
+        assert ok(states, lambda x: None, honest)
+
+    def moved(x: Tensor) -> None:
+        x[:, ring.offset : ring.offset + ring.size] = x[:, ring.offset : ring.offset + ring.size].roll(528, 1)
+
+    assert not ok(states, moved)
+    assert not ok(states, lambda x: x[owner, row].fill_(255))
+    assert not ok(states, lambda x: x[owner, ring.offset : ring.offset + 1].fill_(0x7F))
+    assert not ok(states, lambda x: x[owner, row][512:].add_(1))
+    assert not ok(pages, lambda x: x[written, record][256:].add_(8))
+    assert not ok(pages, lambda x: x[written, record].fill_(255))
+    assert not ok(pages, lambda x: x[:, -1:].fill_(0))
 
 
 # golden vectors
