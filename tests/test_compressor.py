@@ -69,6 +69,17 @@ def test_hand_computed_softmax_of_one_and_two_entries() -> None:
     assert one_shot(value[:2], gate[:2], C2).tolist() == [[5.0, -4.0]]
 
 
+def test_a_chunk_that_begins_at_a_page_needs_no_state() -> None:
+    # 128 is a multiple of the ratio: a prefix that is stored in whole pages comes back without its ring
+    value, gate = normal(5, 8), normal(5, 8, seed=1)
+    lost = torch.full((1, C2.ring(6), 2, 8), torch.nan)
+    slot, ends = ints(0), ints(0, 5)
+    at_page, _ = compress_prefill(value, gate, None, lost.clone(), slot, ints(128), ends, config=C2)
+    assert torch.equal(at_page, one_shot(value, gate, C2))
+    inside, _ = compress_prefill(value, gate, None, lost.clone(), slot, ints(129), ends, config=C2)
+    assert inside.isnan().any()
+
+
 def test_the_entry_is_rounded_once_to_bf16() -> None:
     value = torch.tensor([[1 + 2.0**-9], [1 + 2.0**-9]])
     assert one_shot(value, torch.zeros(2, 1), C2).tolist() == [[1.0]]

@@ -145,6 +145,40 @@ def test_any_cut_into_steps_leaves_the_same_bytes(layout: str) -> None:
             assert torch.equal(a, b)
 
 
+def test_the_released_stack_in_any_steps() -> None:
+    """40 layers of the released map over narrow rows: a chunk and a decode step leave what one shot leaves."""
+    inputs = drawn(RunCase(config="released", lengths=(4,), free=True))
+    assert len(inputs["layers"]) == 40
+    steps = replace(
+        inputs["batch"], counts_kb=torch.tensor([[3], [1]], dtype=torch.int32), decode_k=torch.tensor([False, True])
+    )
+    whole = run(inputs)
+    assert torch.isfinite(whole[0]).all()
+    for a, b in zip(run(inputs | {"batch": steps}), whole, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_reuse_layer_is_the_same_at_every_place_of_its_segment() -> None:
+    """Given the same queries, keys and picks; a layer of the next segment reads other entries."""
+    inputs = drawn(RunCase(config="released", lengths=(6,)))
+    h, layers, caches, batch, _, config = inputs.values()
+    step, row_t = next(iter(batch.steps()))
+    csa2_step_(h[row_t].double(), layers[:3], caches, step, None, config=config)
+    rng = np.random.Generator(np.random.Philox(5))
+    q_thd = torch.from_numpy(rng.standard_normal((6, config.num_heads, config.head_dim)))
+    key_td = torch.from_numpy(rng.standard_normal((6, config.head_dim)))
+    picks = torch.tensor([[0, -1]] * 6, dtype=torch.int32)
+    picks[0] = -1  # the first token completes no entry
+
+    def attended(layer: int) -> Tensor:
+        own = replace(caches, state_sq=caches.state_sq.clone())
+        sink = layers[3].sink_h
+        return csa2_attend_(q_thd, key_td, sink, picks, own, step, layer=layer, config=config)
+
+    assert torch.equal(attended(3), attended(7))
+    assert not torch.equal(attended(3), attended(9))
+
+
 def test_both_arrangements_of_records_mean_the_same() -> None:
     case = RunCase(config="micro", lengths=(9,), schedule="mixed")
     first, second = (run(drawn(replace(case, layout=layout)))[0] for layout in ("interleaved", "sectioned"))
