@@ -164,10 +164,10 @@ def linear_grouped_triton(
     x_fmt: QuantFormat,
     w_fmt: QuantFormat,
     dtype: torch.dtype = torch.bfloat16,
-    trusted_sizes: bool = False,
+    trusted: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`reference.linear.linear_grouped`. With `trusted_sizes` the sizes are not read back from the device: a caller
+    """`reference.linear.linear_grouped`. With `trusted` the sizes are not read back from the device: a caller
     who made them knows that they add up, and rows that no size covers stay unwritten.
 
     Raises:
@@ -176,7 +176,7 @@ def linear_grouped_triton(
             otherwise as `linear_codes_triton`.
         NotImplementedError: as `linear_codes_triton`.
     """
-    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, x_fmt, w_fmt, trusted_sizes)
+    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, x_fmt, w_fmt, trusted)
     _check_dtype(dtype)
     from deeptwin.kernels.triton_ops import linear
 
@@ -245,7 +245,7 @@ def _check_grouped(
     group_sizes_e: Tensor,
     x_fmt: QuantFormat,
     w_fmt: QuantFormat,
-    trusted_sizes: bool,
+    trusted: bool,
 ) -> None:
     """Rows, the weights of all experts, and sizes that add up."""
     _check_rows(*x, x_fmt)
@@ -256,7 +256,7 @@ def _check_grouped(
     expect_dtype("group_sizes_e", group_sizes_e, torch.int32, torch.int64)
     num_rows, width = x[0].shape
     _check_weight(*w, w_fmt, width)
-    if not trusted_sizes:
+    if not trusted:
         sizes = group_sizes_e.tolist()
         if min(sizes, default=0) < 0 or sum(sizes) != num_rows:
             raise ValueError(f"group_sizes_e: expected sizes from 0 up that add up to y={num_rows}, got {sizes}")

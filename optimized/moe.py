@@ -39,7 +39,7 @@ def dispatch_triton(
     *,
     num_experts: int,
     alignment: int,
-    inspect_values: bool = True,
+    trusted: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.moe.dispatch`. Inspecting values waits for the device; without it an unknown expert counts as -1.
@@ -54,7 +54,7 @@ def dispatch_triton(
     for name, value in (("num_experts", num_experts), ("alignment", alignment)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
-    if inspect_values:
+    if not trusted:
         expect_in_range("idx_tk", idx_tk, -1, num_experts)
     from deeptwin.kernels.triton_ops import moe as kernels
 
@@ -62,7 +62,7 @@ def dispatch_triton(
 
 
 def gather_rows_triton(
-    x_tm: Tensor, slot_y: Tensor, *, topk: int, inspect_values: bool = True, out: Tensor | None = None
+    x_tm: Tensor, slot_y: Tensor, *, topk: int, trusted: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """`reference.moe.gather_rows`.
 
@@ -77,7 +77,7 @@ def gather_rows_triton(
     expect_dtype("slot_y", slot_y, torch.int32)
     if topk < 1:
         raise ValueError(f"topk: expected at least 1, got {topk}")
-    if inspect_values:
+    if not trusted:
         expect_in_range("slot_y", slot_y, -1, dims["t"] * topk)
     from deeptwin.kernels.triton_ops import moe as kernels
 
@@ -93,7 +93,7 @@ def combine_triton(
     *,
     rule: Combine,
     dtype: torch.dtype = torch.bfloat16,
-    inspect_values: bool = True,
+    trusted: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """`reference.moe.combine`.
@@ -124,7 +124,7 @@ def combine_triton(
     if shared_tm is not None:
         expect_shape("shared_tm", shared_tm, "tm", dims)
         expect_dtype("shared_tm", shared_tm, *STORAGE)
-    if inspect_values:
+    if not trusted:
         expect_in_range("row_tk", row_tk, -1, dims["y"])
     from deeptwin.kernels.triton_ops import moe as kernels
 
@@ -140,10 +140,10 @@ def expert_up_triton(
     weight_y: Tensor,
     *,
     config: MoeConfig,
-    trusted_sizes: bool = False,
+    trusted: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.moe.expert_up` in one launch. Values are not inspected; with `trusted_sizes` the sizes neither.
+    """`reference.moe.expert_up` in one launch. Values are not inspected; with `trusted` the sizes neither.
 
     Raises:
         TypeError: an operand has another dtype than its format says; group_sizes_e is neither int32 nor int64;
@@ -153,7 +153,7 @@ def expert_up_triton(
         NotImplementedError: as `linear_grouped_triton`.
     """
     fmt, w_fmt = config.activation, config.routed
-    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, fmt, w_fmt, trusted_sizes)
+    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, fmt, w_fmt, trusted)
     expect_multiple("w_q (features)", w_q.shape[1], 2 * fmt.group)
     expect_shape("weight_y", weight_y, "y", {"y": x_q.shape[0]})
     expect_dtype("weight_y", weight_y, *STORAGE)
@@ -185,7 +185,7 @@ def moe_triton(
     shared: Experts | None,
     *,
     config: MoeConfig,
-    inspect_values: bool = True,
+    trusted: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """`reference.moe.moe`: dispatch, first half of the experts, grouped product, combine.
@@ -213,14 +213,12 @@ def moe_triton(
         expect_shape("rank_e", rank_e, "e", dims)
         expect_dtype("rank_e", rank_e, torch.int32)
         rank_tk = rank_e[idx_tk.clamp(min=0)]
-    row_tk, slot_y, end_e = dispatch_triton(idx_tk, num_experts=dims["e"], alignment=1, inspect_values=inspect_values)
+    row_tk, slot_y, end_e = dispatch_triton(idx_tk, num_experts=dims["e"], alignment=1, trusted=trusted)
     end_e[-1:] = len(slot_y)
     sizes_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
-    rows_q, rows_sf = (gather_rows_triton(x, slot_y, topk=dims["k"], inspect_values=False) for x in (x_q, x_sf))
-    weight_y = gather_rows_triton(weights_tk.reshape(-1, 1), slot_y, topk=1, inspect_values=False).squeeze(1)
-    v = expert_up_triton(
-        rows_q, rows_sf, experts.w13_q, experts.w13_sf, sizes_e, weight_y, config=config, trusted_sizes=True
-    )
+    rows_q, rows_sf = (gather_rows_triton(x, slot_y, topk=dims["k"], trusted=True) for x in (x_q, x_sf))
+    weight_y = gather_rows_triton(weights_tk.reshape(-1, 1), slot_y, topk=1, trusted=True).squeeze(1)
+    v = expert_up_triton(rows_q, rows_sf, experts.w13_q, experts.w13_sf, sizes_e, weight_y, config=config, trusted=True)
     expert_ym = linear_grouped_triton(
         *v,
         experts.w2_q,
@@ -228,12 +226,10 @@ def moe_triton(
         sizes_e,
         x_fmt=config.activation,
         w_fmt=config.routed,
-        trusted_sizes=True,
+        trusted=True,
     )
     shared_tm = None if shared is None else _shared_expert(x_q, x_sf, shared, config)
-    return combine_triton(
-        expert_ym, row_tk, rank_tk, None, shared_tm, rule=config.combine, inspect_values=False, out=out
-    )
+    return combine_triton(expert_ym, row_tk, rank_tk, None, shared_tm, rule=config.combine, trusted=True, out=out)
 
 
 def _shared_expert(x_q: Tensor, x_sf: Tensor, shared: Experts, config: MoeConfig) -> Tensor:

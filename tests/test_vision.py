@@ -301,12 +301,16 @@ def test_bad_rows_are_refused(op: Any) -> None:
         op(embed, image, marker, torch.tensor([1.0, -1.0]))
 
 
-def test_what_only_the_reference_inspects() -> None:
+@pytest.mark.parametrize("op", [insert_images, insert_images_triton])
+def test_images_have_to_fit_their_places(op) -> None:
     embed, image, marker = torch.zeros(2, 4), torch.zeros(1, 4), torch.zeros(3, 4)
     with pytest.raises(ValueError, match="image_ym: expected 2 rows, got 1"):
-        insert_images(embed, image, marker, torch.tensor([1, 1]))
+        op(embed, image, marker, torch.tensor([1, 1]))
     with pytest.raises(ValueError, match="type_t: expected"):
-        insert_images(embed, image, marker, torch.tensor([1, 9]))
+        op(embed, image, marker, torch.tensor([1, 9]))
+
+
+def test_what_only_the_reference_inspects() -> None:
     inputs = drawn("vision_tower")
     with pytest.raises(ValueError, match="grids: expected 34 patches, got 4"):
         vision_tower(inputs["patches_ni"], inputs["weights"], ((2, 2),), config=TINY)

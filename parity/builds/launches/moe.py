@@ -19,26 +19,26 @@ def _combine(ranks: bool, nodes: bool) -> None:
         groups if nodes else None,
         torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16),
         rule=Combine.MULTIPLE if ranks else Combine.SINGLE,
-        inspect_values=False,
+        trusted=True,
     )
 
 
 def dispatch_v41() -> None:
     """Four kernels: counts, prefixes over chunks, starts of the experts, rows."""
     idx = torch.empty(TOKENS, TOPK, dtype=torch.int64)
-    dispatch_triton(idx, num_experts=EXPERTS, alignment=128, inspect_values=False)
+    dispatch_triton(idx, num_experts=EXPERTS, alignment=128, trusted=True)
 
 
 def rows_v41_codes() -> None:
     """The codes of the rows: bytes."""
     x = torch.empty(TOKENS, WIDTH, dtype=torch.float8_e4m3fn)
-    gather_rows_triton(x, torch.empty(TOKENS * TOPK, dtype=torch.int32), topk=TOPK, inspect_values=False)
+    gather_rows_triton(x, torch.empty(TOKENS * TOPK, dtype=torch.int32), topk=TOPK, trusted=True)
 
 
 def rows_v41_weights() -> None:
     """A routing weight for each slot: words."""
     weights = torch.empty(TOKENS * TOPK, 1)
-    gather_rows_triton(weights, torch.empty(TOKENS * TOPK, dtype=torch.int32), topk=1, inspect_values=False)
+    gather_rows_triton(weights, torch.empty(TOKENS * TOPK, dtype=torch.int32), topk=1, trusted=True)
 
 
 def combine_v41() -> None:
@@ -67,7 +67,7 @@ def _expert(config: MoeConfig, w_q: torch.Tensor, w_sf: torch.Tensor, width: int
         torch.empty(len(w_q), dtype=torch.int32),
         torch.empty(rows),
         config=config,
-        trusted_sizes=True,
+        trusted=True,
     )
 
 
