@@ -289,7 +289,7 @@ def cases_run(full: bool) -> list[RunCase]:
 
 def cases_free(full: bool) -> list[RunCase]:
     """Long enough that the selection and its candidates bite."""
-    base = RunCase(lengths=(5,), free=True)
+    base = RunCase(lengths=(3,), free=True)
     found = [
         base,
         replace(base, lengths=(12,), schedule="decode"),
