@@ -164,10 +164,10 @@ def linear_grouped_triton(
     x_fmt: QuantFormat,
     w_fmt: QuantFormat,
     dtype: torch.dtype = torch.bfloat16,
-    trusted_sizes: bool = False,
+    trusted: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`reference.linear.linear_grouped`. With `trusted_sizes` the sizes are not read back from the device: a caller
+    """`reference.linear.linear_grouped`. With `trusted` the sizes are not read back from the device: a caller
     who made them knows that they add up, and rows that no size covers stay unwritten.
 
     Raises:
@@ -176,18 +176,8 @@ def linear_grouped_triton(
             otherwise as `linear_codes_triton`.
         NotImplementedError: as `linear_codes_triton`.
     """
-    _check_rows(x_q, x_sf, x_fmt)
-    dims: dict[str, int] = {}
-    expect_shape("w_q", w_q, "efj", dims)
-    expect_shape("w_sf", w_sf, "eng", dims)
-    expect_shape("group_sizes_e", group_sizes_e, "e", dims)
-    expect_dtype("group_sizes_e", group_sizes_e, torch.int32, torch.int64)
-    _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
+    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, x_fmt, w_fmt, trusted)
     _check_dtype(dtype)
-    if not trusted_sizes:
-        sizes = group_sizes_e.tolist()
-        if min(sizes, default=0) < 0 or sum(sizes) != x_q.shape[0]:
-            raise ValueError(f"group_sizes_e: expected sizes from 0 up that add up to y={x_q.shape[0]}, got {sizes}")
     from deeptwin.kernels.triton_ops import linear
 
     return linear.linear_grouped(
@@ -247,6 +237,29 @@ def _check_spread(w_q: Tensor, w_sf: Tensor, fmt: QuantFormat, out_fmt: QuantFor
         raise ValueError(
             f"w_sf: expected scales at most 2^{WIDEST_SPREAD} apart inside one {out_fmt.name} block, got 2^{worst:.0f}"
         )
+
+
+def _check_grouped(
+    x: tuple[Tensor, Tensor],
+    w: tuple[Tensor, Tensor],
+    group_sizes_e: Tensor,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    trusted: bool,
+) -> None:
+    """Rows, the weights of all experts, and sizes that add up."""
+    _check_rows(*x, x_fmt)
+    dims: dict[str, int] = {}
+    expect_shape("w_q", w[0], "efj", dims)
+    expect_shape("w_sf", w[1], "eng", dims)
+    expect_shape("group_sizes_e", group_sizes_e, "e", dims)
+    expect_dtype("group_sizes_e", group_sizes_e, torch.int32, torch.int64)
+    num_rows, width = x[0].shape
+    _check_weight(*w, w_fmt, width)
+    if not trusted:
+        sizes = group_sizes_e.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) != num_rows:
+            raise ValueError(f"group_sizes_e: expected sizes from 0 up that add up to y={num_rows}, got {sizes}")
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

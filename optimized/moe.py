@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deeptwin.reference.checks import expect_dtype, expect_in_range, expect_shape
+from deeptwin.reference.checks import expect_dtype, expect_in_range, expect_multiple, expect_shape
 from deeptwin.reference.config import Combine, MoeConfig
 
-from .linear import linear_codes_triton, linear_grouped_triton
+from .linear import _check_grouped, linear_codes_triton, linear_grouped_triton
 from .swiglu import swiglu_quant_triton
 
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,7 +39,7 @@ def dispatch_triton(
     *,
     num_experts: int,
     alignment: int,
-    inspect_values: bool = True,
+    trusted: bool = False,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.moe.dispatch`. Inspecting values waits for the device; without it an unknown expert counts as -1.
@@ -54,7 +54,7 @@ def dispatch_triton(
     for name, value in (("num_experts", num_experts), ("alignment", alignment)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
-    if inspect_values:
+    if not trusted:
         expect_in_range("idx_tk", idx_tk, -1, num_experts)
     from deeptwin.kernels.triton_ops import moe as kernels
 
@@ -62,7 +62,7 @@ def dispatch_triton(
 
 
 def gather_rows_triton(
-    x_tm: Tensor, slot_y: Tensor, *, topk: int, inspect_values: bool = True, out: Tensor | None = None
+    x_tm: Tensor, slot_y: Tensor, *, topk: int, trusted: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """`reference.moe.gather_rows`.
 
@@ -77,7 +77,7 @@ def gather_rows_triton(
     expect_dtype("slot_y", slot_y, torch.int32)
     if topk < 1:
         raise ValueError(f"topk: expected at least 1, got {topk}")
-    if inspect_values:
+    if not trusted:
         expect_in_range("slot_y", slot_y, -1, dims["t"] * topk)
     from deeptwin.kernels.triton_ops import moe as kernels
 
@@ -93,7 +93,7 @@ def combine_triton(
     *,
     rule: Combine,
     dtype: torch.dtype = torch.bfloat16,
-    inspect_values: bool = True,
+    trusted: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """`reference.moe.combine`.
@@ -124,11 +124,55 @@ def combine_triton(
     if shared_tm is not None:
         expect_shape("shared_tm", shared_tm, "tm", dims)
         expect_dtype("shared_tm", shared_tm, *STORAGE)
-    if inspect_values:
+    if not trusted:
         expect_in_range("row_tk", row_tk, -1, dims["y"])
     from deeptwin.kernels.triton_ops import moe as kernels
 
     return kernels.combine(expert_ym, row_tk, rank_tk, node_tk, shared_tm, dtype=dtype, out=out)
+
+
+def expert_up_triton(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    group_sizes_e: Tensor,
+    weight_y: Tensor,
+    *,
+    config: MoeConfig,
+    trusted: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference.moe.expert_up` in one launch. Values are not inspected; with `trusted` the sizes neither.
+
+    Raises:
+        TypeError: an operand has another dtype than its format says; group_sizes_e is neither int32 nor int64;
+            weight_y is not bf16, fp16 or fp32; an `out` buffer has another dtype.
+        ValueError: shapes disagree or do not fit the formats; a size is negative, or the sizes do not add up to y; an
+            `out` buffer does not fit.
+        NotImplementedError: as `linear_grouped_triton`.
+    """
+    fmt, w_fmt = config.activation, config.routed
+    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, fmt, w_fmt, trusted)
+    expect_multiple("w_q (features)", w_q.shape[1], 2 * fmt.group)
+    expect_shape("weight_y", weight_y, "y", {"y": x_q.shape[0]})
+    expect_dtype("weight_y", weight_y, *STORAGE)
+    from deeptwin.kernels.triton_ops import moe_expert
+
+    return moe_expert.expert_up(
+        x_q,
+        x_sf,
+        w_q,
+        w_sf,
+        group_sizes_e,
+        weight_y,
+        x_group=fmt.group,
+        w_block=(w_fmt.rows, w_fmt.group),
+        scale=fmt.scale.value,
+        limit=config.swiglu_limit,
+        amax_floor=fmt.amax_floor,
+        out=out,
+    )
 
 
 def moe_triton(
@@ -141,10 +185,10 @@ def moe_triton(
     shared: Experts | None,
     *,
     config: MoeConfig,
-    inspect_values: bool = True,
+    trusted: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`reference.moe.moe`: dispatch, grouped product, SwiGLU and quantiser, grouped product, combine.
+    """`reference.moe.moe`: dispatch, first half of the experts, grouped product, combine.
 
     Rows that no slot has are zero and belong to the last expert, so that no size is read back from the device.
 
@@ -169,25 +213,23 @@ def moe_triton(
         expect_shape("rank_e", rank_e, "e", dims)
         expect_dtype("rank_e", rank_e, torch.int32)
         rank_tk = rank_e[idx_tk.clamp(min=0)]
-    row_tk, slot_y, end_e = dispatch_triton(idx_tk, num_experts=dims["e"], alignment=1, inspect_values=inspect_values)
+    row_tk, slot_y, end_e = dispatch_triton(idx_tk, num_experts=dims["e"], alignment=1, trusted=trusted)
     end_e[-1:] = len(slot_y)
     sizes_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
-    rows_q, rows_sf = (gather_rows_triton(x, slot_y, topk=dims["k"], inspect_values=False) for x in (x_q, x_sf))
-    weight_y = gather_rows_triton(weights_tk.reshape(-1, 1), slot_y, topk=1, inspect_values=False).squeeze(1)
-    product = partial(
-        linear_grouped_triton,
-        group_sizes_e=sizes_e,
+    rows_q, rows_sf = (gather_rows_triton(x, slot_y, topk=dims["k"], trusted=True) for x in (x_q, x_sf))
+    weight_y = gather_rows_triton(weights_tk.reshape(-1, 1), slot_y, topk=1, trusted=True).squeeze(1)
+    v = expert_up_triton(rows_q, rows_sf, experts.w13_q, experts.w13_sf, sizes_e, weight_y, config=config, trusted=True)
+    expert_ym = linear_grouped_triton(
+        *v,
+        experts.w2_q,
+        experts.w2_sf,
+        sizes_e,
         x_fmt=config.activation,
         w_fmt=config.routed,
-        trusted_sizes=True,
+        trusted=True,
     )
-    h_yi = product(rows_q, rows_sf, experts.w13_q, experts.w13_sf)
-    v_q, v_sf = swiglu_quant_triton(h_yi, weight_y, limit=config.swiglu_limit, fmt=config.activation)
-    expert_ym = product(v_q, v_sf, experts.w2_q, experts.w2_sf)
     shared_tm = None if shared is None else _shared_expert(x_q, x_sf, shared, config)
-    return combine_triton(
-        expert_ym, row_tk, rank_tk, None, shared_tm, rule=config.combine, inspect_values=False, out=out
-    )
+    return combine_triton(expert_ym, row_tk, rank_tk, None, shared_tm, rule=config.combine, trusted=True, out=out)
 
 
 def _shared_expert(x_q: Tensor, x_sf: Tensor, shared: Experts, config: MoeConfig) -> Tensor:

@@ -20,7 +20,7 @@ def route_triton(
     *,
     config: RouterConfig,
     dtype: torch.dtype = torch.float32,
-    inspect_values: bool = True,
+    trusted: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.router.route`.
@@ -35,12 +35,12 @@ def route_triton(
         TypeError: logits or biases are not fp32, masks not bool, `dtype` is no storage dtype.
         NotImplementedError: more than 1024 experts or 32 selected; groups whose number or size is no power of two.
     """
-    t = _check_logits(logits_te, mask_t, config, dtype, inspect_values)
+    t = _check_logits(logits_te, mask_t, config, dtype, trusted)
     if (bias_vl_e is None) != (image_mask_t is None):
         raise ValueError(f"bias_vl_e: expected together with image_mask_t, got {bias_vl_e is not None} alone")
-    _check_bias("bias_e", bias_e, config, inspect_values)
+    _check_bias("bias_e", bias_e, config, trusted)
     if bias_vl_e is not None and image_mask_t is not None:
-        _check_bias("bias_vl_e", bias_vl_e, config, inspect_values)
+        _check_bias("bias_vl_e", bias_vl_e, config, trusted)
         expect_shape("image_mask_t", image_mask_t, "t", {"t": t})
         expect_dtype("image_mask_t", image_mask_t, torch.bool)
     from deeptwin.kernels.triton_ops import router
@@ -70,7 +70,7 @@ def route_hash_triton(
     *,
     config: RouterConfig,
     dtype: torch.dtype = torch.float32,
-    inspect_values: bool = True,
+    trusted: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.router.route_hash`; values are inspected as in `route_triton`.
@@ -81,12 +81,12 @@ def route_hash_triton(
         TypeError: logits are not fp32, ids no integers, the mask not bool; `dtype` is no storage dtype.
         NotImplementedError: more than 1024 experts or 32 selected.
     """
-    t = _check_logits(logits_te, mask_t, config, dtype, inspect_values)
+    t = _check_logits(logits_te, mask_t, config, dtype, trusted)
     expect_shape("token_t", token_t, "t", {"t": t})
     expect_shape("table_vk", table_vk, "vk", {"k": config.topk})
     expect_dtype("token_t", token_t, torch.int64, torch.int32)
     expect_dtype("table_vk", table_vk, torch.int64, torch.int32)
-    if inspect_values:
+    if not trusted:
         read_t = token_t if mask_t is None else token_t[mask_t]
         expect_in_range("token_t", read_t, 0, table_vk.shape[0])
         rows_tk = table_vk[read_t.long()].sort(-1).values
@@ -114,7 +114,7 @@ def map_replicas_triton(
     count_e: Tensor,
     *,
     ep_rank: int,
-    inspect_values: bool = True,
+    trusted: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """`reference.router.map_replicas`, with the exact product.
@@ -133,7 +133,7 @@ def map_replicas_triton(
     expect_dtype("count_e", count_e, map_ej.dtype)
     if ep_rank < 0:
         raise ValueError(f"ep_rank: expected 0 or more, got {ep_rank}")
-    if inspect_values:
+    if not trusted:
         expect_in_range("idx_tk", idx_tk, -1, dims["e"])
         expect_in_range("count_e", count_e, 1, dims["j"] + 1)
     from deeptwin.kernels.triton_ops import router
@@ -142,7 +142,7 @@ def map_replicas_triton(
 
 
 def _check_logits(
-    logits_te: Tensor, mask_t: Tensor | None, config: RouterConfig, dtype: torch.dtype, inspect_values: bool
+    logits_te: Tensor, mask_t: Tensor | None, config: RouterConfig, dtype: torch.dtype, trusted: bool
 ) -> int:
     expect_shape("logits_te", logits_te, "te", {"e": config.num_experts})
     expect_dtype("logits_te", logits_te, torch.float32)
@@ -151,15 +151,15 @@ def _check_logits(
     if mask_t is not None:
         expect_shape("mask_t", mask_t, "t", {"t": logits_te.shape[0]})
         expect_dtype("mask_t", mask_t, torch.bool)
-    if inspect_values:
+    if not trusted:
         expect_finite("logits_te", logits_te if mask_t is None else logits_te.masked_fill(~mask_t[:, None], 0))
     return logits_te.shape[0]
 
 
-def _check_bias(name: str, bias_e: Tensor, config: RouterConfig, inspect_values: bool) -> None:
+def _check_bias(name: str, bias_e: Tensor, config: RouterConfig, trusted: bool) -> None:
     expect_shape(name, bias_e, "e", {"e": config.num_experts})
     expect_dtype(name, bias_e, torch.float32)
-    if not inspect_values:
+    if trusted:
         return
     is_enabled = bias_e > -torch.inf
     expect_finite(name, torch.where(bias_e == -torch.inf, 0, bias_e))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
-from deeptwin.reference.config import ImagePlan, VisionConfig
+from deeptwin.reference.checks import expect_dtype, expect_in_range, expect_positive, expect_shape
+from deeptwin.reference.config import ImagePlan, TokenType, VisionConfig
 
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
 GREY = 127
@@ -54,13 +54,21 @@ def pixel_unshuffle_triton(
 
 
 def insert_images_triton(
-    embed_tm: Tensor, image_ym: Tensor, marker_km: Tensor, type_t: Tensor, *, out: Tensor | None = None
+    embed_tm: Tensor,
+    image_ym: Tensor,
+    marker_km: Tensor,
+    type_t: Tensor,
+    *,
+    trusted: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`reference.vision.insert_images`. Types are not inspected: an unknown one, and an IMAGE without a row, give NaN.
+    """`reference.vision.insert_images`. With `trusted` types are not inspected, which would wait for the device: an
+    unknown one, and an IMAGE without a row, then give NaN.
 
     Raises:
         TypeError: types are no integers; rows or `out` have another dtype than embed_tm.
-        ValueError: shapes disagree; `out` does not fit.
+        ValueError: shapes disagree; not trusted, and a type is unknown or there is not one row for every IMAGE token;
+            `out` does not fit.
     """
     dims: dict[str, int] = {"k": 3}
     for name, x, letters in (
@@ -72,6 +80,11 @@ def insert_images_triton(
         expect_dtype(name, x, *(STORAGE if x is embed_tm else (embed_tm.dtype,)))
     expect_shape("type_t", type_t, "t", dims)
     expect_dtype("type_t", type_t, torch.int32, torch.int64)
+    if not trusted:
+        expect_in_range("type_t", type_t, min(TokenType), max(TokenType) + 1)
+        images = int((type_t == TokenType.IMAGE).sum(dtype=torch.int64))
+        if images != dims["y"]:
+            raise ValueError(f"image_ym: expected {images} rows, got {dims['y']}")
     from deeptwin.kernels.triton_ops import vision
 
     return vision.insert(embed_tm, image_ym, marker_km, type_t, out=out)

@@ -370,12 +370,19 @@ def _from_case_file(path: Path, candidate: str | None, settings: Settings) -> tu
 
 
 def _shrink_first(settings: Settings, work: Sequence[Job], outcomes: Sequence[Outcome], out: Path) -> None:
-    """Make the first failure small and write it to a file."""
-    for failed in report.by_weight(o for o in outcomes if o.status in report.FAILING):
+    """Make the first failure of a candidate small and write it to a file.
+
+    A case that the reference refuses, or a peer that disagrees, is no failure of the candidate: shrinking needs one.
+    """
+    failures = report.by_weight(o for o in outcomes if o.status in report.FAILING)
+    for failed in failures:
         job = _job_of(failed, work)
-        if job is not None:
-            _shrink(settings, job, failed, out)
+        row = next((row for row in job.candidates if row.name == failed.candidate), None) if job else None
+        if job is not None and row is not None:
+            _shrink(settings, job, row, failed, out)
             return
+    if failures:
+        console.print("\nno failure is the candidate's own: nothing to make small")
 
 
 def _job_of(failed: Outcome, work: Sequence[Job]) -> Job | None:
@@ -386,8 +393,7 @@ def _job_of(failed: Outcome, work: Sequence[Job]) -> Job | None:
     return exact[0] if exact else max(regime, key=_size, default=None)
 
 
-def _shrink(settings: Settings, job: Job, failed: Outcome, out: Path) -> None:
-    (row,) = (row for row in job.candidates if row.name == failed.candidate)
+def _shrink(settings: Settings, job: Job, row: Candidate, failed: Outcome, out: Path) -> None:
     console.print("\nmaking the first failure small …")
     with Runner(replace(settings, jobs=1)) as runner:
         smallest = shrink.Shrinker(runner, row, failed.check).shrink(job, failed)

@@ -184,6 +184,7 @@ KINDS = {
     "router-weights": Kind(
         component="router", op="route", output="weights_tk", cases=_default_cases("router", "route", dtype="fp32")
     ),
+    "moe-block": Kind(component="moe", op="moe", output="y_tm", cases=_default_cases("moe", "moe", width=128)),
     "csa2-project-queries": Kind(
         component="csa2", op="csa2_project", output="q_thd", cases=_default_cases("csa2", "csa2_project")
     ),
@@ -197,7 +198,6 @@ KINDS = {
     "csa2-stack": Kind(component="csa2", op="csa2_run", output="h_tm", cases=_stack_cases, kill_seeds=5),
     "csa2-pages": Kind(component="csa2", op="csa2_run", output="page_pq", cases=_stack_cases, kill_seeds=5),
     "csa2-states": Kind(component="csa2", op="csa2_run", output="state_sq", cases=_stack_cases, kill_seeds=5),
-    "moe-block": Kind(component="moe", op="moe", output="y_tm", cases=_default_cases("moe", "moe")),
 }
 
 

@@ -199,3 +199,9 @@ def _write(place: Path, card: Card, vectors: dict[str, Any], arrays: dict[str, t
             "vectors": dict(sorted(vectors.items())),
         }
         listing.write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def faults(card: Card) -> list[str]:
+    """What `verify` says of vectors that do not hold; a card without vectors is a fault too."""
+    outcomes = verify(card)
+    return [o.message for o in outcomes if o.status is not Status.PASSED] if outcomes else ["there are no vectors"]

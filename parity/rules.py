@@ -254,7 +254,7 @@ class Bitwise:
         """Compare bytes with CONTRACT."""
         expected = oracles.contract.to(got.dtype)
         size = got.element_size()
-        wrong = (raw_bytes(got) != raw_bytes(expected)).reshape(-1, size).any(-1) if got.numel() else torch.zeros(0)
+        wrong = (raw_bytes(got) != raw_bytes(expected)).reshape(got.numel(), size).any(-1)
         if got.is_floating_point() and size > 1:
             wrong = wrong & ~(got.isnan() & expected.isnan()).reshape(-1)
         count = int(wrong.sum())

@@ -163,6 +163,38 @@ def combine(
     return num.store(y_tm, dtype)
 
 
+def expert_up(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    group_sizes_e: Tensor,
+    weight_y: Tensor,
+    *,
+    config: MoeConfig,
+    num: Numerics = CONTRACT,
+) -> tuple[Tensor, Tensor]:
+    """The first half of an expert: gate and up projection, SwiGLU with the routing weight, quantiser.
+
+    Shapes:
+        x_q, x_sf: [y, m] in config.activation, expert by expert, `group_sizes_e[e]` rows for expert e; w_q, w_sf:
+        w1 above w3, [e, 2f, m] in config.routed; group_sizes_e: [e], int32 or int64; weight_y: [y]; returns codes
+        [y, f] and their scales in config.activation.
+
+    Rounding:
+        both projections to bf16, then as `swiglu_quant`.
+
+    Raises:
+        TypeError: as `linear_grouped` and `swiglu_quant`.
+        ValueError: as `linear_grouped` and `swiglu_quant`.
+
+    Source:
+        v41-blocks.md section 1.1
+    """
+    h_yi = linear_grouped(x_q, x_sf, w_q, w_sf, group_sizes_e, x_fmt=config.activation, w_fmt=config.routed, num=num)
+    return swiglu_quant(h_yi, weight_y, limit=config.swiglu_limit, fmt=config.activation, num=num)
+
+
 def moe(
     x_q: Tensor,
     x_sf: Tensor,
@@ -214,12 +246,11 @@ def moe(
     _check_ranks(rank_tk, None, config.combine, dims)
     slot_y = slot_y[slot_y >= 0]
     sizes_e = torch.diff(end_e, prepend=end_e.new_zeros(1))
-    product = partial(linear_grouped, group_sizes_e=sizes_e, x_fmt=config.activation, w_fmt=config.routed, num=num)
     rows_q, rows_sf = (gather_rows(x, slot_y, topk=dims["k"]) for x in (x_q, x_sf))
-    h_yi = product(rows_q, rows_sf, experts.w13_q, experts.w13_sf)
     weight_y = weights_tk.flatten()[slot_y.long()]
-    v_q, v_sf = swiglu_quant(h_yi, weight_y, limit=config.swiglu_limit, fmt=config.activation, num=num)
-    expert_ym = product(v_q, v_sf, experts.w2_q, experts.w2_sf)
+    v = expert_up(rows_q, rows_sf, experts.w13_q, experts.w13_sf, sizes_e, weight_y, config=config, num=num)
+    product = partial(linear_grouped, x_fmt=config.activation, w_fmt=config.routed, num=num)
+    expert_ym = product(*v, experts.w2_q, experts.w2_sf, sizes_e)
     shared_tm = None if shared is None else _shared_expert(x_q, x_sf, shared, config, num)
     return combine(expert_ym, row_tk, rank_tk, None, shared_tm, rule=config.combine, num=num)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 
 from deeptwin.parity.card import Op, load_card
 from deeptwin.parity.gate import Job, Runner, Settings, plan
-from deeptwin.parity.outcome import Outcome
-
-Judged = Callable[[str], list[Outcome]]
+from deeptwin.parity.outcome import Outcome, Status
 
 
 def _middling(op: Op, card_name: str) -> list[Job]:
@@ -27,15 +24,36 @@ def _middling(op: Op, card_name: str) -> list[Job]:
     return sorted(invariant or jobs, key=rank)[:2]
 
 
+class Judged:
+    """Outcomes of a component's reference and candidates on two cases of each operation, relations included."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, list[Outcome]] = {}
+
+    def __call__(self, component: str) -> list[Outcome]:
+        if component not in self._outcomes:
+            card = load_card(component)
+            jobs = [job for op in card.ops for job in _middling(op, component)]
+            with Runner(Settings(jobs=1)) as runner:
+                self._outcomes[component] = runner.run(jobs)
+        return self._outcomes[component]
+
+    def faults(self, component: str) -> list[str]:
+        """Checks that failed, and promised rows of which none passed."""
+        failed = [o.id for o in self(component) if o.status in (Status.MISMATCH, Status.ERROR)]
+        return [*failed, *self._silent(component, lambda outcome: True)]
+
+    def without(self, component: str, check: str) -> list[str]:
+        """Promised rows for which `check` never passed."""
+        return self._silent(component, lambda outcome: outcome.check == check)
+
+    def _silent(self, component: str, counts: Callable[[Outcome], bool]) -> list[str]:
+        heard = {(o.op, o.candidate) for o in self(component) if o.status is Status.PASSED and counts(o)}
+        promised = {(op.name, row.name) for op in load_card(component).ops for row in op.candidates}
+        return [f"{op}/{row}" for op, row in sorted(promised - heard)]
+
+
 @pytest.fixture(scope="session")
 def judged() -> Judged:
-    """Outcomes of the component's reference and candidates on two cases of each operation, relations included."""
-
-    @cache
-    def outcomes(component: str) -> list[Outcome]:
-        card = load_card(component)
-        jobs = [job for op in card.ops for job in _middling(op, component)]
-        with Runner(Settings(jobs=1)) as runner:
-            return runner.run(jobs)
-
-    return outcomes
+    """One short gate run for each component that is asked for."""
+    return Judged()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from deeptwin.optimized.compressor import (
 )
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
-from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference.compressor import (
     compress,
     compress_decode,
@@ -36,7 +34,6 @@ from deeptwin.reference.rms_norm import rms_norm
 from deeptwin.reference.rope import rope, rope_frequencies, rope_table
 
 CARD = load_card("compressor")
-Judged = Callable[[str], list[Outcome]]
 CONFIGS = [C2, CSA4, CompressorConfig(ratio=5), CompressorConfig(ratio=3, overlap=True)]
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"r{c.ratio}{'o' if c.overlap else ''}")
 
@@ -70,6 +67,17 @@ def test_hand_computed_softmax_of_one_and_two_entries() -> None:
     torch.testing.assert_close(m, torch.tensor([[5.0, -4.0], [2.0, 1.5]], dtype=torch.float64), rtol=1e-7, atol=1e-7)
     assert one_shot(value[:3], gate[:3], C2).tolist() == [[5.0, -4.0]]
     assert one_shot(value[:2], gate[:2], C2).tolist() == [[5.0, -4.0]]
+
+
+def test_a_chunk_that_begins_at_a_page_needs_no_state() -> None:
+    # 128 is a multiple of the ratio: a prefix that is stored in whole pages comes back without its ring
+    value, gate = normal(5, 8), normal(5, 8, seed=1)
+    lost = torch.full((1, C2.ring(6), 2, 8), torch.nan)
+    slot, ends = ints(0), ints(0, 5)
+    at_page, _ = compress_prefill(value, gate, None, lost.clone(), slot, ints(128), ends, config=C2)
+    assert torch.equal(at_page, one_shot(value, gate, C2))
+    inside, _ = compress_prefill(value, gate, None, lost.clone(), slot, ints(129), ends, config=C2)
+    assert inside.isnan().any()
 
 
 def test_the_entry_is_rounded_once_to_bf16() -> None:
@@ -243,29 +251,22 @@ def test_the_tail_is_norm_then_rotation_at_the_first_token_of_the_group() -> Non
 # parity with each candidate
 
 
-def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
-    outcomes = judged("compressor")
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
-    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
-    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+def test_every_candidate_agrees_with_the_reference(judged) -> None:
+    assert judged.faults("compressor") == []
 
 
 # batch invariance
 
 
-def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
-    outcomes = [o for o in judged("compressor") if o.check == "batch_invariant" and o.status is Status.PASSED]
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
-    assert promised <= {(o.op, o.candidate) for o in outcomes}
+def test_every_candidate_is_batch_invariant(judged) -> None:
+    assert judged.without("compressor", "batch_invariant") == []
 
 
 # golden vectors
 
 
 def test_the_golden_vectors_hold() -> None:
-    outcomes = goldens.verify(CARD)
-    assert outcomes
-    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+    assert goldens.faults(CARD) == []
 
 
 # rejected input

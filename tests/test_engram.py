@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from deeptwin.optimized.engram import (
 from deeptwin.parity import engram_table as measuring
 from deeptwin.parity import goldens, texts
 from deeptwin.parity.card import load_card
-from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference.config import ENGRAM_TINY, ENGRAM_V41, EngramConfig, EngramLayout, OutsideVocabulary
 from deeptwin.reference.engram import (
     engram,
@@ -55,7 +53,6 @@ ALL_NUMERICS = pytest.mark.parametrize("num", [SEMANTIC, CONTRACT, RIVAL], ids=l
 V41 = hash_layout(ENGRAM_V41)
 TINY = hash_layout(ENGRAM_TINY)
 CARD = load_card("engram")
-Judged = Callable[[str], list[Outcome]]
 SENTENCE = "Only Alexander the Great could tame the horse Bucephalus."
 
 
@@ -558,29 +555,22 @@ def test_the_measuring_command_measures(tmp_path: Path) -> None:
 # parity with each candidate
 
 
-def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
-    outcomes = judged("engram")
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
-    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
-    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+def test_every_candidate_agrees_with_the_reference(judged) -> None:
+    assert judged.faults("engram") == []
 
 
 # batch invariance
 
 
-def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
-    outcomes = [o for o in judged("engram") if o.check == "batch_invariant" and o.status is Status.PASSED]
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
-    assert promised <= {(o.op, o.candidate) for o in outcomes}
+def test_every_candidate_is_batch_invariant(judged) -> None:
+    assert judged.without("engram", "batch_invariant") == []
 
 
 # golden vectors
 
 
 def test_the_golden_vectors_hold() -> None:
-    outcomes = goldens.verify(CARD)
-    assert outcomes
-    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+    assert goldens.faults(CARD) == []
 
 
 # rejected input

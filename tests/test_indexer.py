@@ -18,7 +18,7 @@ from deeptwin.optimized.indexer import (
     index_scores_triton,
     index_weights_triton,
 )
-from deeptwin.parity import goldens
+from deeptwin.parity import goldens, index_memory
 from deeptwin.parity.card import load_card
 from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference.config import INDEX_FP4, RopeConfig, ScoreOrder
@@ -263,6 +263,13 @@ def test_places_without_a_key_are_hidden() -> None:
     assert hidden.isinf().tolist() == [[False, False, True, True, False, False], [True, True, False, False, True, True]]
 
 
+def test_the_measuring_command_measures() -> None:
+    """Heads x queries x keys never stand in memory at once; here they would be 512 MiB."""
+    found = index_memory.measure(keys=16384, queries=128, order=ScoreOrder.FP32)
+    assert found["bytes_of_all_products_at_once"] == 2**29
+    assert found["peak_memory_growth_bytes"] < 2**28
+
+
 @pytest.mark.parametrize(("t", "s"), [(0, 4), (2, 0)])
 def test_nothing_to_do(t: int, s: int) -> None:
     q, k, w = records(draw(23, t, 2, 128)), records(draw(24, s, 128)), draw(25, t, 2)
@@ -277,11 +284,8 @@ def test_nothing_to_do(t: int, s: int) -> None:
 # parity with each candidate
 
 
-def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
-    outcomes = judged("indexer")
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
-    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
-    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+def test_every_candidate_agrees_with_the_reference(judged) -> None:
+    assert judged.faults("indexer") == []
 
 
 # batch invariance
@@ -300,9 +304,7 @@ def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
 
 
 def test_the_golden_vectors_hold() -> None:
-    outcomes = goldens.verify(CARD)
-    assert outcomes
-    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+    assert goldens.faults(CARD) == []
 
 
 # rejected input

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.moe import combine_triton, dispatch_triton, gather_rows_triton, moe_triton
+from deeptwin.optimized.moe import combine_triton, dispatch_triton, expert_up_triton, gather_rows_triton, moe_triton
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
-from deeptwin.parity.cards.moe import BLOCK, CombineCase, MoeCase, draw_combine, draw_moe
+from deeptwin.parity.cards.moe import BLOCK, CombineCase, ExpertCase, MoeCase, draw_combine, draw_expert, draw_moe
 from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference.config import (
     MXFP4,
@@ -26,7 +26,7 @@ from deeptwin.reference.config import (
     MoeConfig,
     moe_v41,
 )
-from deeptwin.reference.moe import combine, dispatch, gather_rows, moe
+from deeptwin.reference.moe import combine, dispatch, expert_up, gather_rows, moe
 from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC, Numerics
 from deeptwin.reference.quant import quantize
 from deeptwin.reference.router import map_replicas
@@ -59,6 +59,10 @@ def add_up(rows: Tensor, ranks: list[int] | None = None, shared: Tensor | None =
 def drawn(seed: int = 0, **changes: Any) -> dict[str, Any]:
     case = MoeCase(tokens=4, topk=3, experts=6, width=128, inner=64)
     return draw_moe(replace(case, **changes), rng(seed))
+
+
+def drawn_expert() -> dict[str, Any]:
+    return draw_expert(ExpertCase(sizes=(2, 0, 1), width=64, inner=32), rng(3))
 
 
 def block(inputs: dict[str, Any], num: Numerics = CONTRACT) -> Tensor:
@@ -219,6 +223,17 @@ def test_the_weight_is_applied_before_the_quantiser() -> None:
     torch.testing.assert_close(third, base * 3, rtol=0.2, atol=0.2 * base.abs().max().item())
 
 
+def test_the_first_half_of_an_expert_by_hand() -> None:
+    """Rows of ones against weights of ones: gate 64 is limited to 10, up 64 to 10, each silu(10) · 10 · weight."""
+    config = moe_v41(SINGLE)
+    x_q, x_sf = torch.ones(2, 64).to(torch.float8_e4m3fn), torch.full((2, 2), 127, dtype=torch.uint8)
+    w_q, w_sf = torch.full((1, 64, 32), 0x22, dtype=torch.uint8), torch.full((1, 64, 2), 127, dtype=torch.uint8)
+    weight = torch.tensor([1.0, 0.25])
+    codes, sf = expert_up(x_q, x_sf, w_q, w_sf, int32([2]), weight, config=config)
+    assert sf.flatten().tolist() == [125, 123]  # 99.99 / 448 and a quarter of it, rounded up to 2^-2 and 2^-4
+    assert (codes.float() == 384).all()  # 399.98, just below the midpoint 400 of 384 and 416
+
+
 def test_recomputed_token_by_token_without_dispatch() -> None:
     """The whole block from the formulas, one slot after the other, in numpy."""
     inputs = drawn(2, regime="clamped", routing="holes", tokens=5)
@@ -316,11 +331,8 @@ def test_the_rule_of_the_block_sees_a_scale_and_a_row() -> None:
 # parity with each candidate
 
 
-def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
-    outcomes = judged("moe")
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
-    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
-    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+def test_every_candidate_agrees_with_the_reference(judged) -> None:
+    assert judged.faults("moe") == []
 
 
 # batch invariance
@@ -337,9 +349,7 @@ def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
 
 
 def test_the_golden_vectors_hold() -> None:
-    outcomes = goldens.verify(CARD)
-    assert outcomes
-    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+    assert goldens.faults(CARD) == []
 
 
 # rejected input
@@ -406,6 +416,39 @@ def test_bad_input_of_combine_is_refused(op) -> None:
         op(outputs.int(), row, None, None, None, rule=SINGLE)
     with pytest.raises(TypeError, match="dtype: expected float32, bfloat16 or float16"):
         op(outputs, row, None, None, None, rule=SINGLE, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("op", [expert_up, expert_up_triton])
+def test_bad_input_of_expert_up_is_refused(op) -> None:
+    inputs = drawn_expert()
+    with pytest.raises(
+        ValueError, match=r"group_sizes_e: expected sizes from 0 up that add up to y=3, got \[2, 0, 2\]"
+    ):
+        op(**(inputs | {"group_sizes_e": int32([2, 0, 2])}))
+    with pytest.raises(ValueError, match="group_sizes_e: expected e=3, got e=2"):
+        op(**(inputs | {"group_sizes_e": int32([2, 1])}))
+    with pytest.raises(ValueError, match="weight_(y|t): expected [ty]=3, got [ty]=2"):
+        op(**(inputs | {"weight_y": inputs["weight_y"][:2]}))
+    with pytest.raises(ValueError, match="expected a multiple of"):
+        op(**(inputs | {"w_q": inputs["w_q"][:, :48], "w_sf": inputs["w_sf"][:, :48]}))
+    with pytest.raises(TypeError, match="group_sizes_e: expected"):
+        op(**(inputs | {"group_sizes_e": torch.tensor([2.0, 0, 1])}))
+    with pytest.raises(TypeError, match=r"(w_q|codes): expected torch\.uint8"):
+        op(**(inputs | {"w_q": inputs["w_q"].int()}))
+    with pytest.raises(TypeError, match="weight_(y|t): expected"):
+        op(**(inputs | {"weight_y": inputs["weight_y"].int()}))
+
+
+def test_expert_up_needs_buffers_that_fit() -> None:
+    pytest.importorskip("triton")
+    inputs = drawn_expert()
+    codes, sf = torch.empty(3, 32, dtype=torch.float8_e4m3fn), torch.empty(3, 1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="out: expected contiguous"):
+        expert_up_triton(**inputs, out=(codes[:2], sf))
+    with pytest.raises(TypeError, match=r"out: expected torch\.uint8"):
+        expert_up_triton(**inputs, out=(codes, sf.float()))
+    with pytest.raises(NotImplementedError, match="w_q: expected contiguous rows"):
+        expert_up_triton(**(inputs | {"w_q": inputs["w_q"].repeat_interleave(2, -1)[..., ::2]}))
 
 
 @pytest.mark.parametrize("op", [moe, moe_triton])

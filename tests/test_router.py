@@ -266,11 +266,8 @@ def test_weight_interval_holds_the_contract_and_is_narrow() -> None:
 # parity with each candidate
 
 
-def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
-    outcomes = judged("router")
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
-    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
-    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+def test_every_candidate_agrees_with_the_reference(judged) -> None:
+    assert judged.faults("router") == []
 
 
 # batch invariance
@@ -287,9 +284,7 @@ def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
 
 
 def test_the_golden_vectors_hold() -> None:
-    outcomes = goldens.verify(CARD)
-    assert outcomes
-    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+    assert goldens.faults(CARD) == []
 
 
 # rejected input

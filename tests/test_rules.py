@@ -183,9 +183,29 @@ def test_bitwise_sees_the_sign_of_zero_and_names_the_bytes():
     assert "0x80000000" in judgement.worst.got
 
 
+def test_bitwise_leaves_the_sign_of_a_computed_nan_open_but_not_that_of_a_code():
+    truth = torch.tensor([[torch.nan, 1.0]], dtype=torch.bfloat16)
+    got = truth.clone()
+    got[0, 0] = -torch.nan
+    assert Bitwise().judge(got, Fixed(semantic=truth, contract=truth, rival=truth)).ok
+    got[0, 0] = 1.0
+    assert not Bitwise().judge(got, Fixed(semantic=truth, contract=truth, rival=truth)).ok
+    codes = torch.tensor([0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    other = torch.tensor([0xFF], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert not Bitwise().judge(other, Fixed(semantic=codes, contract=codes, rival=codes)).ok
+    empty = torch.zeros(0, 4)
+    assert Bitwise().judge(empty, Fixed(semantic=empty, contract=empty, rival=empty)).ok
+
+
 # top-k
 
 SCORES = torch.tensor([[3.0, 1.0, 2.0, 2.0, torch.nan, -torch.inf, 0.5]])
+
+
+def test_equal_bytes_of_nothing_pass():
+    nothing = torch.zeros(0, 3, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.uint8):
+        assert Bitwise().judge(nothing.to(dtype), Fixed(semantic=nothing, contract=nothing, rival=nothing)).ok
 
 
 @pytest.mark.parametrize(

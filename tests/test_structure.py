@@ -867,12 +867,15 @@ def kernels_to_build(sources: Mapping[str, Source]) -> set[tuple[str, str]]:
             elif any(mentions(mark, "prim_func") for inner in ast.walk(node) for mark in decorators(inner)):
                 programs.add((source.path, node.name))
     started = {
-        getattr(call.func.value, "id", "")
+        (source.path, getattr(call.func.value, "id", ""))
         for source in sources.values()
         for call, _ in calls(source.tree)
         if isinstance(call.func, ast.Subscript)
     }
-    return programs.union(*(jitted[name] for name in started if name in jitted))
+    # a file that starts a name which it defines means its own; other files may have helpers of that name
+    for path, name in started:
+        programs |= {own for own in jitted.get(name, set()) if own == (path, name)} or jitted.get(name, set())
+    return programs
 
 
 def decorators(node: ast.AST) -> list[ast.expr]:

@@ -200,11 +200,8 @@ def test_padding_sees_and_stores_nothing() -> None:
 # parity with each candidate
 
 
-def test_every_candidate_agrees_with_the_reference(judged: Judged) -> None:
-    outcomes = judged("window")
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates}
-    assert promised <= {(o.op, o.candidate) for o in outcomes if o.status is Status.PASSED}
-    assert not [o.id for o in outcomes if o.status in (Status.MISMATCH, Status.ERROR)]
+def test_every_candidate_agrees_with_the_reference(judged) -> None:
+    assert judged.faults("window") == []
 
 
 # batch invariance
@@ -221,9 +218,7 @@ def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
 
 
 def test_the_golden_vectors_hold() -> None:
-    outcomes = goldens.verify(CARD)
-    assert outcomes
-    assert [o.message for o in outcomes if o.status is not Status.PASSED] == []
+    assert goldens.faults(CARD) == []
 
 
 # rejected input

@@ -272,6 +272,18 @@ def _linear_codes(
 
 
 @triton.jit
+def expert_of_tile(tile, row_ends_ptr, tile_ends_ptr, num_experts, EXPERTS_PAD: tl.constexpr):
+    """The expert of a tile, the expert's first tile and its first row; num_experts for a tile beyond the last one."""
+    expert = tl.arange(0, EXPERTS_PAD)
+    ends = tl.load(tile_ends_ptr + expert, mask=expert < num_experts, other=2147483647)
+    mine = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.maximum(mine - 1, 0)
+    first_tile = tl.where(mine > 0, tl.load(tile_ends_ptr + before), 0)
+    first_row = tl.where(mine > 0, tl.load(row_ends_ptr + before), 0)
+    return mine, first_tile, first_row
+
+
+@triton.jit
 def _linear_grouped(
     x_ptr,
     x_sf_ptr,
@@ -303,13 +315,8 @@ def _linear_grouped(
     BITS: tl.constexpr,
 ):
     # 1. which expert: every expert has whole tiles of its own, in order
-    expert = tl.arange(0, EXPERTS_PAD)
     tile = tl.program_id(0)
-    ends = tl.load(tile_ends_ptr + expert, mask=expert < num_experts, other=2147483647)
-    mine = tl.sum((ends <= tile).to(tl.int32), 0)
-    before = tl.maximum(mine - 1, 0)
-    first_tile = tl.where(mine > 0, tl.load(tile_ends_ptr + before), 0)
-    first_row = tl.where(mine > 0, tl.load(row_ends_ptr + before), 0)
+    mine, first_tile, first_row = expert_of_tile(tile, row_ends_ptr, tile_ends_ptr, num_experts, EXPERTS_PAD)
     # tiles beyond the last expert own no rows: nothing is read, nothing is written
     if mine < num_experts:
         # 2. product
@@ -458,7 +465,7 @@ def linear_codes(
     """
     t, f = x_q.shape[0], w_q.shape[0]
     require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
-    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
+    constants, launch = formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
     y_tf = output_buffer(out, (t, f), dtype, x_q)
     add = y_tf if add_tf is None else add_tf
     require_contiguous_rows(add_tf=add)
@@ -511,16 +518,12 @@ def linear_grouped(
     """
     (y, _), (e, f, _) = x_q.shape, w_q.shape
     require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
-    constants, launch = _formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
+    constants, launch = formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
     y_yf = output_buffer(out, (y, f), dtype, x_q)
     if not y_yf.numel():
         return y_yf
     require_runnable("x_q", x_q)
-    sizes = group_sizes_e.to(torch.int32)
-    row_ends = torch.cumsum(sizes, 0, dtype=torch.int32)
-    tile_ends = torch.cumsum((sizes + launch.block_rows - 1) // launch.block_rows, 0, dtype=torch.int32)
-    # as many tiles as any sizes can need: a whole number each, and one more for each expert that has rows
-    tiles = y // launch.block_rows + min(e, y)
+    row_ends, tile_ends, tiles = tiles_of_experts(group_sizes_e, y, launch.block_rows)
     _linear_grouped[(tiles, triton.cdiv(f, launch.block_features))](
         x_q.view(torch.uint8),
         x_sf,
@@ -545,6 +548,17 @@ def linear_grouped(
         num_stages=launch.num_stages,
     )
     return y_yf
+
+
+def tiles_of_experts(
+    group_sizes_e: torch.Tensor, num_rows: int, block_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Ends of the experts in rows and in tiles, and as many tiles as any sizes can need."""
+    sizes = group_sizes_e.to(torch.int32)
+    row_ends = torch.cumsum(sizes, 0, dtype=torch.int32)
+    tile_ends = torch.cumsum((sizes + block_rows - 1) // block_rows, 0, dtype=torch.int32)
+    # a whole number each, and one more for each expert that has rows
+    return row_ends, tile_ends, num_rows // block_rows + min(len(sizes), num_rows)
 
 
 def widen_fp4(
@@ -606,7 +620,7 @@ def require_groups(**sizes: int) -> None:
             raise NotImplementedError(f"{name}: expected groups of a power of two from 16 up, got {size}")
 
 
-def _formats(
+def formats(
     x_sf: torch.Tensor,
     w_q: torch.Tensor,
     w_sf: torch.Tensor,

@@ -16,7 +16,7 @@ from deeptwin.reference.csa2_config import CastPoints, Csa2Config, tiny_csa2
 from deeptwin.reference.csa2_state import Csa2Batch, Csa2Caches
 from deeptwin.reference.quant import quantize
 from deeptwin.reference.rope import rope_frequencies, rope_table
-from deeptwin.reference.topology import LayerMode, Topology
+from deeptwin.reference.topology import V41_TOPOLOGY, LayerMode, Topology
 from deeptwin.reference.weights import Csa2Weights
 
 from .. import draws
@@ -54,6 +54,9 @@ def config_of(name: str, cast: str, layout: str, truncation: str = "off") -> Csa
     config = tiny_csa2(cast=CastPoints(cast), score_order=ScoreOrder.BF16_CHAINS, layout=PageLayout(layout))
     if name in ("micro", "mono", "window"):
         config = replace(config, hidden=32, num_heads=2, q_rank=32, topology=MICRO if name == "micro" else MONO)
+    if name == "released":  # the layer map of V4.1-Flash over narrow rows
+        narrow = replace(config, hidden=32, num_heads=2, q_rank=32)
+        config = replace(narrow, window=128, page_tokens=128, topology=V41_TOPOLOGY)
     if name == "window":
         none = replace(MONO, ratios=(0,), kv_sources=(), index_sources=(), index_k_sources=())
         config = replace(config, topology=none)

@@ -21,16 +21,20 @@ from deeptwin.reference.config import (
     moe_v41,
 )
 from deeptwin.reference.moe import dispatch
-from deeptwin.reference.quant import quantize
+from deeptwin.reference.numerics import SEMANTIC
+from deeptwin.reference.quant import block_values, quantize
 from deeptwin.reference.weights import ExpertWeights
 
 from .. import draws
-from ..builds.ascend_presets import VECTOR
-from ..builds.presets import NO_PRODUCT
+from ..builds.ascend_presets import MATRIX, VECTOR
+from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
+from ..floats import ordered
 from ..relations import Context, Variant, batch_invariant, pick_rows, row_chunks, take
-from ..rules import Bitwise, Budget, Close, Judgement, Oracles
+from ..rules import Bitwise, Budget, Close, Codes, Judgement, Oracles
+from .linear import rows_of_experts
+from .swiglu import e4m3_order, fp32, scale_order, sf_order
 
 _mutant, _control = variants("moe")
 PEERS = "deeptwin.parity.peers.moe"
@@ -134,6 +138,84 @@ class MoeCase:
         return MoeConfig(
             routed=FP8_128X128, shared=FP8_128X128, activation=FP8_1X128, swiglu_limit=None, combine=combine
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCase:
+    """Experts with `sizes` rows of `width`, up to the quantised rows of width `inner`."""
+
+    sizes: tuple[int, ...]
+    width: int
+    inner: int
+    model: str = "v41"
+    index: str = "int32"
+    regime: str = "normal"
+
+    @property
+    def id(self) -> str:
+        sizes = ".".join(map(str, self.sizes))
+        return f"y{sizes}-m{self.width}-f{self.inner}-{self.model}-{self.index}-{self.regime}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sizes)
+
+
+# what an honest first half of an expert may store
+
+UP = 2.0**-20  # error of an honest fp32 sum in units of the sum of its magnitudes, and of SwiGLU relative to its value
+
+
+def _bf16(x: Tensor) -> Tensor:
+    return x.to(torch.float32).to(torch.bfloat16).to(torch.float64)
+
+
+def _projections(arguments: dict[str, Any], u: float) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest bf16 number that an honest sum of each projection rounds to."""
+    config: MoeConfig = arguments["config"]
+    sizes = arguments["group_sizes_e"].tolist()
+    x = block_values(arguments["x_q"], arguments["x_sf"], fmt=config.activation, num=SEMANTIC)
+    ends = []
+    for rows, w_q, w_sf in zip(x.split(sizes), arguments["w_q"], arguments["w_sf"], strict=True):
+        if len(rows):
+            w = block_values(w_q, w_sf, fmt=config.routed, num=SEMANTIC)
+            exact, error = rows @ w.T, u * (rows.abs() @ w.abs().T)
+            ends.append(torch.stack([_bf16(exact - error), _bf16(exact + error)]))
+    low, high = torch.cat(ends, 1) if ends else x.new_zeros(2, 0, arguments["w_q"].shape[1])
+    return low, high
+
+
+def expert_interval(arguments: dict[str, Any], u: float) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest value before the quantiser: SwiGLU of either end of gate and up."""
+    limit, weight = arguments["config"].swiglu_limit, arguments["weight_y"].to(torch.float64)[:, None]
+    found = []
+    for gate, up in itertools.product(*zip(*(x.chunk(2, 1) for x in _projections(arguments, u)), strict=True)):
+        a = gate if limit is None else gate.clamp(max=limit)
+        c = up if limit is None else up.clamp(-limit, limit)
+        found.append(a / (1 + fp32(torch.exp(-a))) * c * weight)
+    corners = torch.stack(found)
+    low, high = corners.amin(0), corners.amax(0)
+    return fp32(low - low.abs() * u), fp32(high + high.abs() * u)
+
+
+def expert_scales(marks: Any, arguments: dict[str, Any], u: float) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest stored scale, in value order."""
+    fmt: QuantFormat = arguments["config"].activation
+    low, high = expert_interval(arguments, u)
+    least = torch.where((low <= 0) & (high >= 0), 0.0, torch.minimum(low.abs(), high.abs()))
+    most = torch.maximum(low.abs(), high.abs())
+    ends = [scale_order(x.unflatten(-1, (-1, fmt.group)).amax(-1), fmt) for x in (least, most)]
+    return ends[0], ends[1]
+
+
+def expert_codes(marks: Any, arguments: dict[str, Any], u: float) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest e4m3 code, in value order, under the stored scales."""
+    fmt: QuantFormat = arguments["config"].activation
+    sf: Tensor = arguments["sf"]
+    scale = sf.to(torch.float64) if fmt.scale is ScaleKind.F32 else torch.exp2(sf.to(torch.float64) - 127)
+    spread = scale.repeat_interleave(fmt.group, -1)
+    low, high = (e4m3_order(fp32(x / spread)) for x in expert_interval(arguments, u))
+    return low, high
 
 
 # inputs
@@ -250,6 +332,36 @@ def draw_moe(case: MoeCase, rng: np.random.Generator) -> Inputs:
     }
 
 
+def draw_expert(case: ExpertCase, rng: np.random.Generator) -> Inputs:
+    """Rows quantised once, expert by expert; weights of experts without rows are NaN; routing weights 0 and 1."""
+    config = MoeCase(tokens=0, topk=1, experts=1, width=0, inner=0, model=case.model).config
+    low_gate = case.regime == "low_gate"
+    x = draws.rows(
+        rng,
+        case.tokens,
+        case.width,
+        dtype=torch.bfloat16,
+        regime="normal" if case.regime in ("clamped", "low_gate") else case.regime,
+    )
+    if low_gate:
+        x = (x.abs() + 1) * (11.5 * case.width**-0.5)
+    x_q, x_sf = quantize(x * 12 if case.regime == "clamped" else x, fmt=config.activation)
+    experts = _weights(rng, len(case.sizes), case.width, case.inner, config.routed, low_gate=low_gate)
+    unused = torch.tensor(case.sizes) == 0
+    experts.w13_sf[unused] = torch.nan if experts.w13_sf.is_floating_point() else 255
+    weight = torch.from_numpy(rng.uniform(0.05, 0.6, case.tokens).astype(np.float32))
+    weight[1:2], weight[2:3] = 1.0, 0.0
+    return {
+        "x_q": x_q,
+        "x_sf": x_sf.to(torch.float32) if x_sf.is_floating_point() else x_sf,
+        "w_q": experts.w13_q,
+        "w_sf": experts.w13_sf,
+        "group_sizes_e": torch.tensor(case.sizes, dtype=getattr(torch, case.index)),
+        "weight_y": draws.strided(weight[:, None], pad=3)[:, 0] if case.tokens else weight,
+        "config": config,
+    }
+
+
 # cases
 
 
@@ -295,6 +407,33 @@ def cases_combine(full: bool) -> list[CombineCase]:
             if r or k == 3
         ]
     return list({case.id: case for case in found}.values())
+
+
+def cases_expert(full: bool) -> list[ExpertCase]:
+    """Regimes and limits, sizes of nothing, one and around a tile of 64 rows, widths around a tile of channels."""
+    small = ExpertCase(sizes=(3, 0, 2, 1), width=128, inner=96)
+    found = [replace(small, regime=r) for r in (*REGIMES, "clamped", "low_gate", "zeros")]
+    found += [
+        replace(small, sizes=(63, 0, 65), width=64, inner=32),
+        replace(small, sizes=(1, 64), width=32, inner=160, index="int64"),
+        replace(small, sizes=(0, 0)),
+        replace(small, sizes=(2,), width=512, inner=64),
+    ]
+    return found + _more_experts(full, small)
+
+
+def cases_expert_f32(full: bool) -> list[ExpertCase]:
+    """V3: no limit, fp32 scales, groups of 128."""
+    small = ExpertCase(sizes=(2, 0, 3), width=256, inner=128, model="v3")
+    found = [replace(small, regime=r) for r in REGIMES] + [replace(small, sizes=(0,)), replace(small, inner=384)]
+    return found + _more_experts(full, small)
+
+
+def _more_experts(full: bool, small: ExpertCase) -> list[ExpertCase]:
+    if not full:
+        return []
+    shapes = ((65, 65), (0, 130, 1), tuple(range(9)))
+    return [replace(small, sizes=s, regime=r, inner=256) for s in shapes for r in REGIMES]
 
 
 def cases_moe(full: bool) -> list[MoeCase]:
@@ -378,6 +517,26 @@ def _typed(call: Inputs, like: Inputs) -> Inputs:
     return call | {name: call[name].contiguous().view(like[name].dtype) for name in ("x_q", "x_sf", "weights_tk")}
 
 
+def independent_experts(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """Rows moved inside their expert, experts moved, rows alone, and mates of the largest code: NaN is no input."""
+    for variant in rows_of_experts(inputs, context):
+        if "0xFF" not in variant.label:
+            yield variant
+            continue
+        spoiled = variant.calls[0]["x_q"].view(torch.uint8)
+        codes = torch.where(spoiled == 0xFF, 0x7E, spoiled).view(inputs["x_q"].dtype)
+        label = variant.label.replace("bytes 0xFF", "the largest code")
+        yield replace(variant, label=label, calls=(inputs | {"x_q": codes},))
+
+
+def same_experts_again(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """The same call, on fresh poisoned outputs and after a call with the rows in another order."""
+    other = inputs | {"x_q": inputs["x_q"].view(torch.uint8).flip(0).view(inputs["x_q"].dtype)}
+    for launch in range(1, 20 if context.full else 3):
+        first = other if launch % 2 == 0 else None
+        yield Variant(label=f"launch {launch}", calls=(inputs,), first=first, fresh_out=launch % 2 == 1)
+
+
 def experts_renumbered(inputs: Inputs, context: Context) -> Iterator[Variant]:
     """Experts in other places, and every expert held twice: the sum goes by slot, so the bits are the same."""
     experts: ExpertWeights = inputs["experts"]
@@ -415,6 +574,11 @@ def single(case: Any) -> bool:
     return few_experts(case) and not case.ranks
 
 
+def few_rows(case: Any) -> bool:
+    """The same for the first half of an expert."""
+    return case.regime in ("normal", "file") and case.tokens * case.inner * case.width <= 2**18 and case.tokens > 0
+
+
 def few_slots(case: Any) -> bool:
     """The same for layouts."""
     return case.tokens <= 6 and case.experts <= 16 and case.routing in ("random", "holes")
@@ -434,6 +598,12 @@ def golden_combine() -> list[CombineCase]:
     """Both variants and both levels."""
     small = CombineCase(tokens=3, topk=6, width=16)
     return [small, replace(small, ranks=2), replace(small, ranks=4, nodes=2), replace(small, routing="holes", ranks=1)]
+
+
+def golden_expert() -> list[ExpertCase]:
+    """Both sides of the limits."""
+    small = ExpertCase(sizes=(2, 0, 1), width=64, inner=32)
+    return [small, replace(small, regime="clamped")]
 
 
 def golden_moe() -> list[MoeCase]:
@@ -612,6 +782,80 @@ COMBINE = Op(
     golden=golden_combine,
 )
 
+EXPERT_MUTANTS = (
+    _mutant("up_gate_and_up_swapped", "U38", "w1 and w3 are swapped"),
+    _mutant("up_not_clamped", "U50", "the limit is not passed from one product to the other"),
+    _mutant("up_gate_clamped_below", "U39", "the gate is limited from below too"),
+    _mutant("up_up_clamped_above_only", "U39", "the up projection is limited from above only"),
+    _mutant("up_weight_ignored", "U39", "the routing weight is left out"),
+    _mutant("up_weight_bf16", "U17", "the routing weight is rounded to bf16"),
+    _mutant("up_weight_before", "U38", "the routing weight is applied to the expert's input"),
+    _mutant("up_of_unrounded_product", "U86", "projections are not rounded to bf16"),
+    _mutant("up_rounded_before_quantiser", "U86", "what is quantised is rounded to bf16 first"),
+    _mutant("up_scale_of_batch", "U76", "rows of the batch share the largest amax"),
+    _mutant("up_nibbles_swapped", "U57", "the even element is taken from the high nibble"),
+    _mutant("up_scales_of_next_row", "U23", "a weight row takes the scales of the next one"),
+    _mutant("up_expert_off_by_one", "U29", "rows go to the next expert"),
+    _mutant("up_last_channels_lost", "U80", "the last 32 channels do not enter the product"),
+    _mutant("up_rows_beyond_a_tile_lost", "U75", "an expert computes its first 64 rows only"),
+)
+EXPERT_CONTROLS = (
+    _control("right_up_blocks_of_64"),
+    _control("right_up_blocks_of_16_backwards"),
+    _control("right_up_fast_exponential"),
+)
+
+
+def _expert_op(name: str, found: Any, sf: torch.dtype, build: BuildCase, *, v41: bool) -> Op:
+    return Op(
+        name=name,
+        reference="deeptwin.reference.moe:expert_up",
+        outputs=(
+            Output(name="codes", rule=Codes(u=UP, allowed=expert_codes, order=ordered), dtype=torch.float8_e4m3fn),
+            Output(name="sf", rule=Codes(u=UP, allowed=expert_scales, order=sf_order), dtype=sf),
+        ),
+        cases=found,
+        draw=draw_expert,
+        rows={"x_q": 0, "x_sf": 0, "weight_y": 0},
+        out_rows={"codes": 0, "sf": 0},
+        tile=64,
+        relations=(
+            Relation(name="batch_invariant", axis="rows, experts, mates", hook=independent_experts, only=few_rows),
+            Relation(name="run_to_run", axis="repeats", hook=same_experts_again, only=few_rows),
+        ),
+        candidates=(Candidate(name="triton", function="deeptwin.optimized.moe:expert_up_triton"),),
+        builds=(build,),
+        mutants=EXPERT_MUTANTS if v41 else (),
+        controls=EXPERT_CONTROLS if v41 else (),
+        golden=golden_expert if v41 else tuple,
+    )
+
+
+EXPERT = _expert_op(
+    "expert_up",
+    cases_expert,
+    torch.uint8,
+    BuildCase(
+        name="v41",
+        kernel="deeptwin.kernels.triton_ops.moe_expert:_expert_up",
+        launch="deeptwin.parity.builds.launches.moe:expert_v41",
+        expect=PRODUCT | MATRIX,
+    ),
+    v41=True,
+)
+EXPERT_F32 = _expert_op(
+    "expert_up_f32",
+    cases_expert_f32,
+    torch.float32,
+    BuildCase(
+        name="v3",
+        kernel="deeptwin.kernels.triton_ops.moe_expert:_expert_up",
+        launch="deeptwin.parity.builds.launches.moe:expert_v3",
+        expect=PRODUCT | MATRIX,
+    ),
+    v41=False,
+)
+
 MOE = Op(
     name="moe",
     reference="deeptwin.reference.moe:moe",
@@ -686,7 +930,7 @@ CARD = Card(
         "empty": "index or row -1: nothing is read; a token without experts has the shared row, or zeros",
         "replicas": "the sum goes by slot: with SINGLE neither places nor copies of experts change a bit",
     },
-    ops=(DISPATCH, ROWS, COMBINE, MOE),
+    ops=(DISPATCH, ROWS, EXPERT, EXPERT_F32, COMBINE, MOE),
     equivalents=(
         Equivalent(name="limits before or after the bf16 rounding", reason="10 is a bf16 number"),
         Equivalent(

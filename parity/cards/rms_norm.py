@@ -20,7 +20,7 @@ from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..floats import ordered, ulp_distance
 from ..pairing import every_pair
-from ..relations import CallFn, Variant, row_chunks
+from ..relations import CallFn, Context, Variant, row_chunks
 from ..rules import Budget, Codes, Judgement, OneRounding, Oracles
 from .quant import independent_rows
 
@@ -227,6 +227,17 @@ def few_calls(case: Any) -> bool:
     return case.regime in ("normal", "mean1", "file") and (case.width <= 2100 or case.tokens == 0)
 
 
+def scaled(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """A row times a power of two has the same norm, bit by bit, as long as eps stays below half an ulp of its mean."""
+    for power in (-8, 6):
+        yield Variant(label=f"rows times 2^{power}", calls=(inputs | {"x_tm": inputs["x_tm"] * 2.0**power},))
+
+
+def without_eps(case: Any) -> bool:
+    """Where scaling can be seen apart from eps."""
+    return few_calls(case) and getattr(case, "eps", 1.0) <= 1e-20 and case.regime in REGIMES and case.tokens > 0
+
+
 def serial_fp32_sum(case: Any) -> str | None:
     """The fp32 budget is not for the order in which loops on a CPU add a row."""
     if case.out == "fp32":
@@ -271,7 +282,10 @@ NORM = Op(
     draw=draw,
     rows={"x_tm": 0},
     out_rows={"y_tm": 0},
-    relations=_relations(None),
+    relations=(
+        *_relations(None),
+        Relation(name="scale_equivariance", axis="scale of the rows", hook=scaled, only=without_eps),
+    ),
     candidates=(
         Candidate(
             name="triton", function="deeptwin.optimized.rms_norm:rms_norm_triton", lowered_declines=serial_fp32_sum

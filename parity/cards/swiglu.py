@@ -96,18 +96,20 @@ def draw(case: SwigluCase, rng: np.random.Generator) -> Inputs:
 # what an honest evaluation may store, from the marks of CONTRACT
 
 
-def _fp32(x: Tensor) -> Tensor:
+def fp32(x: Tensor) -> Tensor:
+    """Rounded to fp32."""
     return x.to(torch.float32).to(torch.float64)
 
 
 def value_interval(marks: Marks, u: float) -> tuple[Tensor, Tensor]:
     """The value before its quantiser, nearer to zero and further from it by a relative u."""
     _, value = [x for name, x in marks if name == "f32"][:2]
-    return _fp32(value * (1 - u)), _fp32(value * (1 + u))
+    return fp32(value * (1 - u)), fp32(value * (1 + u))
 
 
-def _scale_order(amax: Tensor, fmt: QuantFormat) -> Tensor:
-    scale = _fp32(_fp32(amax.clamp(min=fmt.amax_floor)) / fmt.max_value)
+def scale_order(amax: Tensor, fmt: QuantFormat) -> Tensor:
+    """The stored scale of a group with this amax, in value order."""
+    scale = fp32(fp32(amax.clamp(min=fmt.amax_floor)) / fmt.max_value)
     if fmt.scale is ScaleKind.F32:
         return ordered(scale.to(torch.float32))
     mantissa, exponent = torch.frexp(scale)
@@ -118,7 +120,7 @@ def scale_interval(marks: Marks, arguments: dict[str, Any], u: float) -> tuple[T
     """The lowest and highest stored scale, in value order."""
     fmt: QuantFormat = arguments["fmt"]
     low, high = (x.abs().unflatten(-1, (-1, fmt.group)).amax(-1) for x in value_interval(marks, u))
-    return _scale_order(low, fmt), _scale_order(high, fmt)
+    return scale_order(low, fmt), scale_order(high, fmt)
 
 
 def code_interval(marks: Marks, arguments: dict[str, Any], u: float) -> tuple[Tensor, Tensor]:
@@ -127,11 +129,12 @@ def code_interval(marks: Marks, arguments: dict[str, Any], u: float) -> tuple[Te
     sf: Tensor = arguments["sf"]
     scale = sf.to(torch.float64) if fmt.scale is ScaleKind.F32 else torch.exp2(sf.to(torch.float64) - 127)
     spread = scale.repeat_interleave(fmt.group, -1)
-    ends = [_e4m3_order(_fp32(x / spread)) for x in value_interval(marks, u)]
+    ends = [e4m3_order(fp32(x / spread)) for x in value_interval(marks, u)]
     return torch.minimum(*ends), torch.maximum(*ends)
 
 
-def _e4m3_order(x: Tensor) -> Tensor:
+def e4m3_order(x: Tensor) -> Tensor:
+    """The e4m3 code of x, in value order."""
     return ordered(x.clamp(-448, 448).to(torch.float32).to(torch.float8_e4m3fn))
 
 
@@ -168,7 +171,7 @@ def cases(full: bool) -> list[SwigluCase]:
     if full:
         found += [
             SwigluCase(tokens=3, width=w, limit=c, weight=g, out=o, regime=r)
-            for w, c, g, o, r in product((256, 2048, 3072), (0, 10.0), (False, True), ("bf16", "fp32"), REGIMES)
+            for w, c, g, o, r in product((256, 2048), (0, 10.0), (False, True), ("bf16", "fp32"), REGIMES)
         ]
     return _unique(found)
 
@@ -228,7 +231,7 @@ def rounds_what_it_returns(inputs: Inputs, outputs: Outputs, partner: CallFn | N
 
 def few_calls(case: Any) -> bool:
     """Relations make many calls: they run on few elements."""
-    return case.regime in ("normal", "edges", "file") and (case.regime == "file" or case.width <= 700)
+    return case.regime in ("normal", "edges", "file") and (case.regime == "file" or case.width <= 128)
 
 
 def golden() -> list[SwigluCase]:

@@ -295,6 +295,7 @@ TOPK = Op(
         _mutant("nan_chosen", "U18", "NaN counts as the largest score"),
         _mutant("masked_chosen", "U47", "entries of −inf fill the places that are left"),
         _mutant("length_ignored", "U08", "what stands beyond the length is chosen"),
+        _mutant("unplanned_when_all_are_empty", "U21", "with all lengths zero the plan is read past its end"),
         _mutant("length_of_the_first", "U09", "every row has the length of the first"),
         _mutant("zeros_by_sign", "U89", "−0 comes after +0, so a tie at zero is broken by the sign"),
         _mutant("compared_in_bf16", "U17", "fp32 scores are compared in bf16"),

@@ -26,6 +26,7 @@ class Faults:
     tail: str = "summed"  # summed, dropped (columns beyond the last 64), swapped (pairs of columns of x)
     features: str = "all"  # all, tail_unwritten, shifted
     rows: str = "own"  # own, last_stale, many (another order beyond eight rows)
+    cores: int = 0  # of a chip whose cores miss their turn when each of them has one tile of 32 x 32
     add: str = "before"  # before, after (rounded first), missing, twice
     store: str = "nearest"  # nearest, truncated, through_bf16
     counter: bool = False
@@ -65,6 +66,9 @@ def multiplied(faults: Faults, x: Tensor, w: Tensor, add: Tensor | None, dtype: 
         y[:, 64:] = y[:, 64:].roll(1, 1)
     if faults.rows == "last_stale" and len(y):
         y[-1] = 7.0
+    if faults.cores and -(-y.shape[0] // 32) * -(-y.shape[1] // 32) == faults.cores:
+        half = len(y) // 2
+        y[half:] = y[: len(y) - half].clone()
     return y
 
 
@@ -351,6 +355,7 @@ features_shifted = linear_with(Faults(features="shifted"))
 bias_missing = linear_with(Faults(add="missing"))
 bias_after_rounding = linear_with(Faults(add="after"))
 last_row_stale = linear_with(Faults(rows="last_stale"))
+one_tile_a_core = linear_with(Faults(cores=4))
 split_depends_on_batch = linear_with(Faults(order="by_batch"))
 other_order_beyond_8_rows = linear_with(Faults(rows="many", order="blocks_backwards"))
 not_deterministic = linear_with(Faults(counter=True))

@@ -292,10 +292,20 @@ def _expert(
     fmt: QuantFormat,
     limit: float | None,
 ) -> Tensor:
-    w13, w2 = _values(faults, own[0], own[1], fmt), _values(faults, own[2], own[3], fmt)
+    after = faults.weight == "after_down"
+    v = _activated(faults, x, own[:2], torch.ones_like(weight) if after else weight, fmt, limit)
+    o = _product(faults, _inner(faults, v, config.activation), _values(faults, own[2], own[3], fmt))
+    o = o.bfloat16().float() if faults.output_rounded else o
+    return (o * weight[:, None]).bfloat16().float() if after else o
+
+
+def _activated(
+    faults: Faults, x: Tensor, own: list[Tensor], weight: Tensor, fmt: QuantFormat, limit: float | None
+) -> Tensor:
+    """What the quantiser between the products reads."""
     if faults.weight == "before_up":
         x, weight = x * weight[:, None], torch.ones_like(weight)
-    u = _product(faults, x, w13, cut=32 if faults.lost == "channels" else 0)
+    u = _product(faults, x, _values(faults, own[0], own[1], fmt), cut=32 if faults.lost == "channels" else 0)
     u = u.bfloat16().float() if faults.up_rounded else u
     a, c = u.chunk(2, 1) if faults.gate == "first" else u.chunk(2, 1)[::-1]
     if limit is not None and faults.clamp != "none":
@@ -304,18 +314,45 @@ def _expert(
     small = torch.exp(-a.double()).float()
     if faults.exponential == "two_units_off":
         small = small * (1 + 2.0**-22)
-    after = faults.weight == "after_down"
-    v = a / (1 + small) * c * (1.0 if after else weight[:, None])
-    o = _product(faults, _inner(faults, v, config.activation), w2)
-    o = o.bfloat16().float() if faults.output_rounded else o
-    return (o * weight[:, None]).bfloat16().float() if after else o
+    v = a / (1 + small) * c * weight[:, None]
+    return v.bfloat16().float() if faults.inner == "bf16_first" else v
+
+
+def expert_up_with(faults: Faults) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The emulation with the signature of `expert_up`."""
+
+    def expert_up(
+        x_q: Tensor,
+        x_sf: Tensor,
+        w_q: Tensor,
+        w_sf: Tensor,
+        group_sizes_e: Tensor,
+        weight_y: Tensor,
+        *,
+        config: MoeConfig,
+    ) -> tuple[Tensor, Tensor]:
+        x, sizes = _values(faults, x_q, x_sf, config.activation), group_sizes_e.tolist()
+        weight = weight_y.bfloat16().float() if faults.weight == "bf16" else weight_y
+        weight = torch.ones_like(weight) if faults.weight == "ignored" else weight
+        v = torch.full((len(x), w_q.shape[1] // 2), 3.0)
+        start = 0
+        for expert, size in enumerate(sizes):
+            mine = slice(start, start + (min(size, 64) if faults.lost == "rows" else size))
+            start += size
+            if size:
+                expert = (expert + 1) % len(sizes) if faults.expert == "off_by_one" else expert
+                own = [w_q[expert], w_sf[expert]]
+                v[mine] = _activated(faults, x[mine], own, weight[mine], config.routed, config.swiglu_limit)
+        quant = QuantFaults(amax="batch") if faults.inner == "batch_scale" else QuantFaults()
+        codes, sf = quantize_with(quant)(v, fmt=config.activation)
+        return codes, sf
+
+    return expert_up
 
 
 def _inner(faults: Faults, v: Tensor, fmt: QuantFormat) -> Tensor:
     if faults.inner == "bf16":
         return v.bfloat16().float()
-    if faults.inner == "bf16_first":
-        v = v.bfloat16().float()
     quant = QuantFaults(amax="batch") if faults.inner == "batch_scale" else QuantFaults()
     codes, sf = quantize_with(quant)(v, fmt=fmt)
     return _values(Faults(), codes, sf, fmt)
@@ -439,3 +476,22 @@ last_channels_lost = moe_with(replace(_RIGHT, lost="channels"))
 rows_beyond_a_tile_lost = moe_with(replace(_RIGHT, lost="rows"))
 other_combine = moe_with(replace(_RIGHT, combine="other"))
 ranks_of_slots = moe_with(replace(_RIGHT, combine="by_slot"))
+
+right_up_blocks_of_64 = expert_up_with(_RIGHT)
+right_up_blocks_of_16_backwards = expert_up_with(replace(_RIGHT, block=16, backwards=True))
+right_up_fast_exponential = expert_up_with(replace(_RIGHT, exponential="two_units_off"))
+up_gate_and_up_swapped = expert_up_with(replace(_RIGHT, gate="second"))
+up_not_clamped = expert_up_with(replace(_RIGHT, clamp="none"))
+up_gate_clamped_below = expert_up_with(replace(_RIGHT, clamp="gate_below"))
+up_up_clamped_above_only = expert_up_with(replace(_RIGHT, clamp="up_above_only"))
+up_weight_ignored = expert_up_with(replace(_RIGHT, weight="ignored"))
+up_weight_bf16 = expert_up_with(replace(_RIGHT, weight="bf16"))
+up_weight_before = expert_up_with(replace(_RIGHT, weight="before_up"))
+up_of_unrounded_product = expert_up_with(replace(_RIGHT, up_rounded=False))
+up_rounded_before_quantiser = expert_up_with(replace(_RIGHT, inner="bf16_first"))
+up_scale_of_batch = expert_up_with(replace(_RIGHT, inner="batch_scale"))
+up_nibbles_swapped = expert_up_with(replace(_RIGHT, nibbles="high_first"))
+up_scales_of_next_row = expert_up_with(replace(_RIGHT, scales="next_row"))
+up_expert_off_by_one = expert_up_with(replace(_RIGHT, expert="off_by_one"))
+up_last_channels_lost = expert_up_with(replace(_RIGHT, lost="channels"))
+up_rows_beyond_a_tile_lost = expert_up_with(replace(_RIGHT, lost="rows"))

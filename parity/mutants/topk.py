@@ -20,7 +20,7 @@ class Faults:
     order: str = "ascending"  # ascending, by_score
     nan: str = "never"  # never, largest
     masked: str = "never"  # never, chosen
-    lengths: str = "used"  # used, ignored, first_row
+    lengths: str = "used"  # used, ignored, first_row, unplanned (all zero: no row gets a plan of its own)
     compare: str = "value"  # value, bits, bf16, high_byte, magnitude
     short: str = "padded"  # padded, zeros, repeated
     missing: int = 0  # places at the end that are left out
@@ -56,7 +56,11 @@ def select(faults: Faults, scores: Tensor, lengths: Tensor, k: int) -> Tensor:
     found = torch.full((rows, k), -1, dtype=torch.int32)
     ranks = _rank(faults, scores)
     for row in range(rows):
-        length = {"used": int(lengths[row]), "ignored": width, "first_row": int(lengths[0])}[faults.lengths]
+        length = int(lengths[row])
+        if faults.lengths == "ignored" or (faults.lengths == "unplanned" and not lengths.any()):
+            length = width
+        elif faults.lengths == "first_row":
+            length = int(lengths[0])
         rank, score = ranks[row, :length], scores[row, :length]
         ok = ~score.isnan() if faults.nan == "never" else torch.ones_like(score, dtype=torch.bool)
         if faults.masked == "never":
@@ -122,6 +126,7 @@ sorted_by_score = topk_with(replace(_RIGHT, order="by_score"))
 nan_chosen = topk_with(replace(_RIGHT, nan="largest"))
 masked_chosen = topk_with(replace(_RIGHT, masked="chosen"))
 length_ignored = topk_with(replace(_RIGHT, lengths="ignored"))
+unplanned_when_all_are_empty = topk_with(replace(_RIGHT, lengths="unplanned"))
 length_of_the_first = topk_with(replace(_RIGHT, lengths="first_row"))
 zeros_by_sign = topk_with(replace(_RIGHT, compare="bits"))
 compared_in_bf16 = topk_with(replace(_RIGHT, compare="bf16"))

@@ -74,14 +74,14 @@ def grouped_mxfp4() -> None:
     """The routed experts of one rank: w1 above w3."""
     x, w = _operand(TOKENS, 5120, Q8), _operand(4608, 5120, MXFP4, EXPERTS)
     sizes = torch.empty(EXPERTS, dtype=torch.int32)
-    linear_grouped_triton(*x, *w, sizes, x_fmt=Q8, w_fmt=MXFP4, trusted_sizes=True)
+    linear_grouped_triton(*x, *w, sizes, x_fmt=Q8, w_fmt=MXFP4, trusted=True)
 
 
 def grouped_128x128() -> None:
     """The routed experts of one rank of V3: down projection."""
     x, w = _operand(TOKENS, 2048, FP8_1X128), _operand(7168, 2048, FP8_128X128, 32)
     sizes = torch.empty(32, dtype=torch.int64)
-    linear_grouped_triton(*x, *w, sizes, x_fmt=FP8_1X128, w_fmt=FP8_128X128, trusted_sizes=True)
+    linear_grouped_triton(*x, *w, sizes, x_fmt=FP8_1X128, w_fmt=FP8_128X128, trusted=True)
 
 
 def widen_expert() -> None:

@@ -18,7 +18,7 @@ def _route(config: RouterConfig, *, vision: bool = False, mask: bool = True) -> 
         torch.empty(TOKENS, dtype=torch.bool) if vision else None,
         torch.empty(TOKENS, dtype=torch.bool) if mask else None,
         config=config,
-        inspect_values=False,
+        trusted=True,
     )
 
 
@@ -45,7 +45,7 @@ def hash_v4_pro() -> None:
         torch.empty(129280, ROUTER_V4_PRO.topk, dtype=torch.int64),
         None,
         config=ROUTER_V4_PRO,
-        inspect_values=False,
+        trusted=True,
     )
 
 
@@ -56,5 +56,5 @@ def replicas_v41() -> None:
         torch.empty(384, 4, dtype=torch.int32),
         torch.empty(384, dtype=torch.int32),
         ep_rank=3,
-        inspect_values=False,
+        trusted=True,
     )

@@ -29,4 +29,5 @@ def insert_5120() -> None:
         torch.empty(tokens, 5120, dtype=torch.bfloat16),
         torch.empty(3, 5120, dtype=torch.bfloat16),
         torch.empty(4096, dtype=torch.int32),
+        trusted=True,
     )
