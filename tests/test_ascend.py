@@ -282,6 +282,18 @@ def test_an_operation_is_summed_up_by_its_first_failure() -> None:
     assert (absent.status, absent.message) == (Status.UNSUPPORTED, "none")
 
 
+def test_a_tool_that_crashes_once_is_called_again_and_twice_is_refused(tmp_path: Path) -> None:
+    tools = ascend_tools.Toolchain(folder=tmp_path)
+    script = tmp_path / "tool.sh"
+    script.write_text(f"#!/bin/sh\necho >> {tmp_path}/calls\n[ $(wc -l < {tmp_path}/calls) -gt $1 ] || kill -SEGV $$\n")
+    script.chmod(0o755)
+    ascend._run("adapter", [script, 1], tools)
+    (tmp_path / "calls").unlink()
+    with pytest.raises(ascend.Refused, match="adapter: ended with status -11"):
+        ascend._run("adapter", [script, 2], tools)
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+
+
 def test_only_functions_of_the_house_have_a_lowered_row() -> None:
     card = load_card("rms_norm")
     op = card.op("rms_norm")

@@ -11,6 +11,7 @@ Belongs in a process without TRITON_INTERPRET.
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import tempfile
 import time
@@ -156,19 +157,25 @@ LOWER = {"simd": lower_simd, "simt": lower_simt}
 
 def _run(step: str, command: Sequence[Any], tools: Toolchain) -> None:
     try:
-        done = subprocess.run(
-            [str(word) for word in command],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIME_LIMIT_S,
-            env=tools.environment,
-            check=False,
-        )
+        done = _called(command, tools)
+        if done.returncode == -signal.SIGSEGV:  # seen once in some 60 calls with the same input: a crash of the tool
+            done = _called(command, tools)
     except subprocess.TimeoutExpired as error:
         raise Refused(f"{step}: no result within {TIME_LIMIT_S:g} s") from error
     if done.returncode:
         raise Refused(f"{step}: {cause(done.stderr + done.stdout, done.returncode)}")
+
+
+def _called(command: Sequence[Any], tools: Toolchain) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIME_LIMIT_S,
+        env=tools.environment,
+        check=False,
+    )
 
 
 # what a log and a program say
