@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import output_buffer
+from .quant import output_buffer, ue8m0_value
 from .split_softmax import arch_of
-from .two_cache import e4m3_value, ue8m0_value
+from .two_cache import e4m3_value
 
 
 @dataclass(frozen=True, kw_only=True)

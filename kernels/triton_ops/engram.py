@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import output_buffer
+from .quant import output_buffer, ue8m0_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +173,6 @@ def e4m3_value(code):
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
     bits = tl.where(size == 127, 0x7FC00000, value.to(tl.int32, bitcast=True))
     return (bits | ((byte & 128) << 24)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def ue8m0_value(byte):
-    """2^(byte - 127) in fp32; byte 0 is the subnormal 2^-127 and byte 255 is NaN."""
-    byte = byte.to(tl.int32)
-    bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .engram import e4m3_value, ue8m0_value
-from .quant import output_buffer
+from .engram import e4m3_value
+from .quant import output_buffer, ue8m0_value
 from .split_softmax import arch_of
 
 

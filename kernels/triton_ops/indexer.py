@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import e2m1_codes, output_buffer, store_scale
+from .quant import e2m1_codes, output_buffer, store_scale, ue8m0_value
 from .split_softmax import arch_of
 
 CODE_BYTES, SCALE_BYTES, RECORD = tl.constexpr(64), tl.constexpr(4), 68
@@ -226,10 +226,7 @@ def _halves(code_at, sf_at, mask):
     """The even and the odd channels of records in bf16: exact, a code has two significant bits."""
     item = tl.arange(0, 64)
     byte = tl.load(code_at[:, None] + item[None, :], mask=mask[:, None], other=0).to(tl.int32)
-    sf = tl.load(sf_at[:, None] + (item // 16)[None, :], mask=mask[:, None], other=0).to(tl.int32)
-    # byte 0 is 2^-127 and byte 255 is NaN: neither is its shifted exponent field
-    bits = tl.where(sf == 0, 0x00400000, tl.where(sf == 255, 0x7FC00000, sf << 23))
-    scale = bits.to(tl.float32, bitcast=True)
+    scale = ue8m0_value(tl.load(sf_at[:, None] + (item // 16)[None, :], mask=mask[:, None], other=0))
     return (_e2m1_value(byte) * scale).to(tl.bfloat16), (_e2m1_value(byte >> 4) * scale).to(tl.bfloat16)
 
 

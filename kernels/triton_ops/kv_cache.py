@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import e2m1_codes, output_buffer
+from .quant import e2m1_codes, e2m1_value, output_buffer, ue8m0_value
 from .rope import difference_of_products
 
 
@@ -84,16 +84,6 @@ def _e4m3_value(byte):
 
 
 @triton.jit
-def _e2m1_value(code):
-    """The fp32 values of e2m1 codes given as int32."""
-    size = code & 7
-    # codes 0 and 1 are 0 and 0.5; from 2 on a code is exponent and mantissa bit of an fp32 number
-    normal = (((size >> 1) + 126) << 23) | ((size & 1) << 22)
-    bits = tl.where(size == 0, 0, tl.where(size == 1, 0x3F000000, normal)) | ((code >> 3) << 31)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _scale_byte(amax, floor, MAX: tl.constexpr, E4M3_SCALE: tl.constexpr):
     """The byte of the scale of groups whose largest magnitude is `amax`."""
     exact = tl.div_rn(tl.maximum(amax, floor), MAX)
@@ -107,13 +97,7 @@ def _scale_byte(amax, floor, MAX: tl.constexpr, E4M3_SCALE: tl.constexpr):
 @triton.jit
 def _scale_value(byte, E4M3_SCALE: tl.constexpr):
     """The fp32 value of a scale byte."""
-    if E4M3_SCALE:
-        scale = _e4m3_value(byte)
-    else:
-        # byte 0 is the subnormal 2^-127 and byte 255 is NaN: neither is its shifted exponent field
-        bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
-        scale = bits.to(tl.float32, bitcast=True)
-    return scale
+    return _e4m3_value(byte) if E4M3_SCALE else ue8m0_value(byte)
 
 
 @triton.jit
@@ -147,7 +131,7 @@ def _store_groups(
         even, odd = tl.split(tl.reshape(codes, [ROWS, GROUP // 2, 2]))
         at = codes_at[:, None] + tl.arange(0, GROUP // 2)[None, :]
         tl.store(at, (even | (odd << 4)).to(tl.uint8), mask=is_stored[:, None])
-        value = _e2m1_value(codes) * scale
+        value = e2m1_value(codes) * scale
     else:
         codes = _e4m3_byte(tl.div_rn(x, scale))
         at = codes_at[:, None] + tl.arange(0, GROUP)[None, :]
@@ -228,7 +212,7 @@ def _load_records(
     codes_at = (cache_ptr + page_at + slot * code_step + part * GROUP_BYTES)[:, None]
     byte = tl.load(codes_at + tl.arange(0, GROUP_BYTES)[None, :], mask=is_there[:, None], other=0).to(tl.int32)
     if PACKED:
-        pair = tl.join(_e2m1_value(byte & 15) * scale, _e2m1_value(byte >> 4) * scale)
+        pair = tl.join(e2m1_value(byte & 15) * scale, e2m1_value(byte >> 4) * scale)
         x = tl.reshape(pair, [BLOCK_GROUPS, GROUP])
     else:
         x = _e4m3_value(byte) * scale

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import output_buffer
+from .quant import output_buffer, ue8m0_value
 from .split_softmax import arch_of
 
 
@@ -53,14 +53,6 @@ def codes_launch(longest_f32_group: int, arch: str) -> LinearLaunch:
     if arch == "ascend950":  # its compilers cannot widen e4m3, and the tile has to fit the unified buffer
         return LinearLaunch(block_rows=32, block_features=64, block_width=width, bits=True, num_stages=1)
     return LinearLaunch(block_width=width, num_warps=8 if width > 64 else 4, num_stages=2)
-
-
-@triton.jit
-def power_of_two(byte):
-    """The value 2^(byte - 127) of a UE8M0 scale in fp32; byte 0 is subnormal and byte 255 is NaN."""
-    byte = byte.to(tl.int32)
-    bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -151,9 +143,9 @@ def scaled_product(
         ws_at = w_sf_ptr + (feature // W_ROWS)[:, None] * stride_wsf + w_group[None, :]
         w_sf = tl.load(ws_at, mask=ws_mask, other=0)
         if X_FOLDED:
-            x = scaled_by_group(x, power_of_two(x_sf), BLOCK_ROWS, BLOCK_WIDTH, X_PER, BITS)
+            x = scaled_by_group(x, ue8m0_value(x_sf), BLOCK_ROWS, BLOCK_WIDTH, X_PER, BITS)
         if W_FOLDED:
-            w = scaled_by_group(w, power_of_two(w_sf), BLOCK_FEATURES, BLOCK_WIDTH, W_PER, BITS)
+            w = scaled_by_group(w, ue8m0_value(w_sf), BLOCK_FEATURES, BLOCK_WIDTH, W_PER, BITS)
         # 3. product; a scale that is no power of two belongs to the whole step
         if X_FOLDED and W_FOLDED:
             acc = tl.dot(x, tl.trans(w), acc)

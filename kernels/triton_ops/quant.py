@@ -68,6 +68,24 @@ def e2m1_codes(x, scale):
 
 
 @triton.jit
+def ue8m0_value(byte):
+    """The fp32 value of a scale byte: 0 is the subnormal 2^-127 and 255 is NaN, neither is its exponent field."""
+    byte = byte.to(tl.int32)
+    bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_value(code):
+    """The fp32 values of e2m1 codes given as int32."""
+    size = code & 7
+    # codes 0 and 1 are 0 and 0.5; from 2 on a code is exponent and mantissa bit of an fp32 number
+    normal = (((size >> 1) + 126) << 23) | ((size & 1) << 22)
+    bits = tl.where(size == 0, 0, tl.where(size == 1, 0x3F000000, normal)) | ((code >> 3) << 31)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _quantize_rows(
     x_ptr,
     codes_ptr,
@@ -155,22 +173,11 @@ def _dequantize(
     mask = (row < num_rows) & (column < num_columns)
     # 1. scales
     raw = tl.load(sf_ptr + (row // ROWS) * stride_st + (column // GROUP) * stride_sg, mask=mask, other=0.0)
-    if SCALE == "ue8m0":
-        byte = raw.to(tl.int32)
-        # byte 0 is the subnormal 2^-127 and byte 255 is NaN: neither is its shifted exponent field
-        bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
-        scale = bits.to(tl.float32, bitcast=True)
-    else:
-        scale = raw.to(tl.float32)
+    scale = ue8m0_value(raw) if SCALE == "ue8m0" else raw.to(tl.float32)
     # 2. elements
     if CODE == "e2m1":
         byte = tl.load(codes_ptr + row * stride_ct + (column // 2) * stride_cm, mask=mask, other=0).to(tl.int32)
-        nibble = (byte >> ((column % 2) * 4).to(tl.int32)) & 15
-        size = nibble & 7
-        # codes 0 and 1 are 0 and 0.5; from 2 on a code is exponent and mantissa bit of an fp32 number
-        normal = (((size >> 1) + 126) << 23) | ((size & 1) << 22)
-        bits = tl.where(size == 0, 0, tl.where(size == 1, 0x3F000000, normal)) | ((nibble >> 3) << 31)
-        x = bits.to(tl.float32, bitcast=True)
+        x = e2m1_value((byte >> ((column % 2) * 4).to(tl.int32)) & 15)
     else:
         x = tl.load(codes_ptr + row * stride_ct + column * stride_cm, mask=mask, other=0.0).to(tl.float32)
     # 3. the only rounding

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
+from .quant import ue8m0_value
 from .split_softmax import LOG2_E, LOWEST, arch_of, finish_rows, require_rows
 
 
@@ -51,14 +52,6 @@ def e4m3_value(byte, BITS: tl.constexpr):
     else:
         value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return value
-
-
-@triton.jit
-def ue8m0_value(byte):
-    """The fp32 value of a scale byte: 0 is the subnormal 2^-127 and 255 is NaN, neither is its exponent field."""
-    wide = byte.to(tl.int32)
-    bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
