@@ -9,10 +9,10 @@ import torch
 
 from deeptwin.reference.presets import V41Config, v41_flash
 
-from ..card import Candidate, Card, Inputs, Mutant, Op, Output, Peer
+from ..card import Card, Inputs, Op, Output, Peer, variants
 from ..rules import Bitwise
 
-MUTANTS = "deeptwin.parity.mutants.accounting"
+_mutant, _control = variants("accounting")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,6 @@ def draw(case: AccountCase, rng: np.random.Generator) -> Inputs:
     return {"config": config_of(case)}
 
 
-def _mutant(function: str, fault: str) -> Mutant:
-    return Mutant(name=function, function=f"{MUTANTS}:{function}", entry="U49", fault=fault)
-
-
 CARD = Card(
     component="accounting",
     summary="parameters, bytes and what one token uses, term by term",
@@ -99,17 +95,17 @@ CARD = Card(
                 ),
             ),
             mutants=(
-                _mutant("head_mix_counted", "a head of the streams, which only non-shifted models have"),
-                _mutant("convolution_counted", "a convolution in Engram"),
-                _mutant("hash_table_counted", "a hash routing table, which only V4 has"),
-                _mutant("no_image_bias_in_drafts", "draft blocks without the image bias of their router"),
-                _mutant("no_gate_at_ratio_two", "compressors of ratio 2 without their gate"),
-                _mutant("wo_a_in_bf16", "the grouped output matrix in bf16"),
-                _mutant("compressor_in_fp8", "compressors in fp8"),
-                _mutant("tables_with_tile_scales", "Engram tables with one scale for 32 x 32 values"),
-                _mutant("confidence_in_fp32", "the confidence head in fp32"),
+                _mutant("head_mix_counted", "U49", "a head of the streams, which only non-shifted models have"),
+                _mutant("convolution_counted", "U49", "a convolution in Engram"),
+                _mutant("hash_table_counted", "U49", "a hash routing table, which only V4 has"),
+                _mutant("no_image_bias_in_drafts", "U49", "draft blocks without the image bias of their router"),
+                _mutant("no_gate_at_ratio_two", "U49", "compressors of ratio 2 without their gate"),
+                _mutant("wo_a_in_bf16", "U49", "the grouped output matrix in bf16"),
+                _mutant("compressor_in_fp8", "U49", "compressors in fp8"),
+                _mutant("tables_with_tile_scales", "U49", "Engram tables with one scale for 32 x 32 values"),
+                _mutant("confidence_in_fp32", "U49", "the confidence head in fp32"),
             ),
-            controls=(Candidate(name="right_list", function=f"{MUTANTS}:right_list"),),
+            controls=(_control("right_list"),),
         ),
     ),
 )
