@@ -559,6 +559,9 @@ def compile_command(
     use_cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Build only what changed since it was last built here.")
     ] = True,
+    full: Annotated[
+        bool, typer.Option("--full", help="Run every default case on the lowered Ascend kernels, not three of each.")
+    ] = False,
     update: Annotated[bool, typer.Option("--update", help="Record the numbers in golden/records/ARCH/.")] = False,
     json_path: JsonPath = None,
     junit: JunitPath = None,
@@ -584,7 +587,8 @@ def compile_command(
         outcomes = runner.run(work)
     if "ascend950" in archs:
         # what the chip's compiler starts from also runs, on this CPU: a wrong lowering shows here
-        lowered = ascend_run.judge([load_card(name) for name in names], Settings(jobs=jobs, relations=False))
+        judging = Settings(jobs=jobs, full=full, relations=False)
+        lowered = ascend_run.judge([load_card(name) for name in names], judging)
         outcomes += ascend_run.per_operation(lowered)
     # what a card declines by itself is not missing
     outcomes = [replace(o, required=o.required and o.check.partition("-")[0] in required) for o in outcomes]
@@ -663,6 +667,47 @@ def account(
         console.print_json(json.dumps(accounts.to_json(config)))
         return
     accounts.show(console, config)
+
+
+@app.command("bisect")
+def bisect_command(
+    reference: Annotated[Path, typer.Argument(help="Folder of the dump that is right.")],
+    candidate: Annotated[Path, typer.Argument(help="Folder of the dump in question.")],
+    rival: Annotated[
+        Path | None, typer.Option("--rival", help="Dump of the reference under RIVAL: judges by R1's budget.")
+    ] = None,
+    names: Annotated[
+        Path | None, typer.Option("--map", help="JSON list of rules: how the candidate calls the reference's stages.")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option("--limit", help="Relative distance that a row may have, without --rival.")
+    ] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Find the first stage, row, head and channel where two dumps of a model part.
+
+    Examples: `deeptwin bisect dumps/reference dumps/mine`,
+    `deeptwin bisect dumps/semantic dumps/mine --rival dumps/rival --map names.json`
+    """
+    from . import bisect
+    from .capture import BadDump, Dump
+
+    if rival is not None and limit is not None:
+        fail("limit: --limit is for dumps without --rival, whose budget it would replace")
+    try:
+        rules = None if names is None else bisect.read_map(names)
+        other = None if rival is None else Dump(rival)
+        walk = bisect.compare(Dump(reference), Dump(candidate), rival=other, rules=rules, limit=limit)
+        found = list(walk)
+    except (BadDump, bisect.BadMap) as error:
+        fail(str(error))
+    bisect.show(console, found)
+    if json_path is not None:
+        write_json(json_path, bisect.to_json(found))
+    if all(one.status == "absent" for one in found):
+        console.print("nothing was compared: no stage has its name in the candidate's dump", style="bold red")
+        raise typer.Exit(EXIT_NOT_RUN)
+    raise typer.Exit(EXIT_FAILED if any(one.status == "differs" for one in found) else 0)
 
 
 @app.command()

@@ -268,6 +268,19 @@ def test_a_wrong_kernel_is_found_by_its_lowering() -> None:
     assert [(o.status, o.check) for o in outcomes if not o.check.endswith(":rate")] == [(Status.MISMATCH, "y_tm")]
 
 
+def test_the_sample_of_an_operation_reaches_from_its_first_to_its_last_case_that_a_row_takes() -> None:
+    card = load_card("rms_norm")
+    op = card.op("rms_norm")
+    cases = op.cases(False)
+    first = cases[0].id
+    row = Candidate(name="row", function="never:called", declines=lambda case: "first" if case.id == first else None)
+    chosen = [job.case for job in ascend_run._sample(plan(card, op, full=False, rows=(row,)))]
+    assert len(chosen) == ascend_run.SAMPLE
+    assert (chosen[0].id, chosen[-1].id) == (cases[1].id, cases[-1].id)
+    nothing = Candidate(name="row", function="never:called", declines=lambda case: "none")
+    assert [job.case.id for job in ascend_run._sample(plan(card, op, full=False, rows=(nothing,)))] == [cases[0].id]
+
+
 def test_an_operation_is_summed_up_by_its_first_failure() -> None:
     (missing,) = ascend_run.judge([replace(load_card("rope"), ops=load_card("rope").ops[:1])], Settings(), tools="none")
     right = replace(missing, status=Status.LOWERED, case="a", check="y", message="", budget_used=0.5)
