@@ -8,6 +8,8 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_multiple, expect_shape
 from deeptwin.reference.config import CodeKind, QuantFormat, ScaleKind
 
+from .providers import deep_gemm
+
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_DTYPES = {ScaleKind.UE8M0: torch.uint8, ScaleKind.E4M3: torch.float8_e4m3fn, ScaleKind.F32: torch.float32}
 WIDEST_SPREAD = 14
@@ -111,6 +113,38 @@ def linear_codes_triton_native(
     return linear_native.linear_codes(
         x_q, x_sf, w_q, w_sf, add_tf, x_group=x_fmt.group, w_block=(w_fmt.rows, w_fmt.group), dtype=dtype, out=out
     )
+
+
+def linear_codes_deep_gemm(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    add_tf: Tensor | None = None,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """`linear_codes` by DeepGEMM's FP8 product (SM90), whose matrix unit truncates within 128 products.
+
+    Raises:
+        TypeError: as `linear_codes_triton`.
+        ValueError: as `linear_codes_triton`.
+        NotImplementedError: no DeepGEMM, other formats than fp8_1x128 and fp8_128x128, `add_tf`, another dtype than
+            bf16, or no row.
+    """
+    _check_rows(x_q, x_sf, x_fmt)
+    _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
+    _check_dtype(dtype)
+    if (x_fmt.name, w_fmt.name) != ("fp8_1x128", "fp8_128x128"):
+        raise NotImplementedError(f"x_fmt, w_fmt: expected fp8_1x128, fp8_128x128, got {x_fmt.name}, {w_fmt.name}")
+    if add_tf is not None or dtype is not torch.bfloat16 or not x_q.shape[0]:
+        raise NotImplementedError(f"add_tf, dtype, x_q: expected None, bfloat16 and rows, got {dtype}, {x_q.shape}")
+    library = deep_gemm()
+    y_tf = torch.empty(x_q.shape[0], w_q.shape[0], dtype=dtype, device=x_q.device)
+    library.fp8_gemm_nt((x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)), (w_q, w_sf), y_tf)
+    return y_tf
 
 
 def linear_quant_triton(

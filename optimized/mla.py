@@ -9,6 +9,8 @@ from torch import Tensor
 
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
 
+from .providers import flash_mla_legacy
+
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.mla_prefill import PrefillLaunch
     from deeptwin.kernels.triton_ops.split_softmax import SplitLaunch
@@ -75,24 +77,51 @@ def mla_decode_triton(
             lengths are not int32.
         NotImplementedError: `value_dim` is no power of two from 16 up, or rows are not contiguous.
     """
-    dims: dict[str, int] = {}
-    expect_shape("q_bthd", q_bthd, "bthd", dims)
-    expect_shape("cache_pod", cache_pod, "pod", dims)
-    expect_shape("block_table_bp", block_table_bp, "bp", {"b": dims["b"]})
-    expect_shape("lengths_b", lengths_b, "b", dims)
-    expect_dtype("q_bthd", q_bthd, dtype)
-    expect_dtype("cache_pod", cache_pod, dtype)
-    _expect_kernel_dtype(dtype)
-    expect_dtype("block_table_bp", block_table_bp, torch.int32)
-    expect_dtype("lengths_b", lengths_b, torch.int32)
-    expect_positive("scale", scale)
-    if not 1 <= value_dim <= dims["d"]:
-        raise ValueError(f"value_dim: expected a number in 1..{dims['d']}, got {value_dim}")
+    _check_decode(q_bthd, cache_pod, block_table_bp, lengths_b, scale, value_dim, dtype)
     from deeptwin.kernels.triton_ops import mla as kernels
 
     return kernels.mla_decode(
         q_bthd, cache_pod, block_table_bp, lengths_b, scale=scale, value_dim=value_dim, launch=launch, out=out
     )
+
+
+def mla_decode_flash_mla(
+    q_bthd: Tensor,
+    cache_pod: Tensor,
+    block_table_bp: Tensor,
+    lengths_b: Tensor,
+    *,
+    scale: float,
+    value_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """`mla_decode` by FlashMLA's legacy dense decode (SM90), with its own schedule: it splits by the batch.
+
+    Raises:
+        ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.
+        TypeError: queries or cache are not of `dtype`, or table or lengths are not int32.
+        NotImplementedError: no FlashMLA with the legacy line, another dtype than bf16, pages of other than 64 slots,
+            other widths than 576 with 512 values, or no request.
+    """
+    dims = _check_decode(q_bthd, cache_pod, block_table_bp, lengths_b, scale, value_dim, dtype)
+    if dtype is not torch.bfloat16:
+        raise NotImplementedError(f"dtype: expected bfloat16, got {dtype}")
+    if dims["o"] != 64 or dims["d"] != 576 or value_dim != 512 or not dims["b"]:
+        raise NotImplementedError(f"cache_pod: expected pages of 64 slots of 576 with 512 values, got {dims}")
+    library = flash_mla_legacy()
+    schedule, _ = library.get_mla_metadata()
+    out_bthu, lse_bht = library.flash_mla_with_kvcache(
+        q_bthd.contiguous(),
+        cache_pod[:, :, None],
+        block_table_bp,
+        lengths_b,
+        512,
+        schedule,
+        softmax_scale=scale,
+        causal=dims["t"] > 1,
+        use_legacy=True,
+    )
+    return out_bthu, lse_bht.transpose(1, 2).masked_fill(lse_bht.transpose(1, 2) == torch.inf, -torch.inf)
 
 
 def store_latent_triton(cache_pod_: Tensor, latent_td: Tensor, slots_t: Tensor) -> Tensor:
@@ -115,6 +144,31 @@ def store_latent_triton(cache_pod_: Tensor, latent_td: Tensor, slots_t: Tensor) 
     from deeptwin.kernels.triton_ops import mla as kernels
 
     return kernels.store_latent(cache_pod_, latent_td, slots_t)
+
+
+def _check_decode(
+    q_bthd: Tensor,
+    cache_pod: Tensor,
+    block_table_bp: Tensor,
+    lengths_b: Tensor,
+    scale: float,
+    value_dim: int,
+    dtype: torch.dtype,
+) -> dict[str, int]:
+    dims: dict[str, int] = {}
+    expect_shape("q_bthd", q_bthd, "bthd", dims)
+    expect_shape("cache_pod", cache_pod, "pod", dims)
+    expect_shape("block_table_bp", block_table_bp, "bp", {"b": dims["b"]})
+    expect_shape("lengths_b", lengths_b, "b", dims)
+    expect_dtype("q_bthd", q_bthd, dtype)
+    expect_dtype("cache_pod", cache_pod, dtype)
+    _expect_kernel_dtype(dtype)
+    expect_dtype("block_table_bp", block_table_bp, torch.int32)
+    expect_dtype("lengths_b", lengths_b, torch.int32)
+    expect_positive("scale", scale)
+    if not 1 <= value_dim <= dims["d"]:
+        raise ValueError(f"value_dim: expected a number in 1..{dims['d']}, got {value_dim}")
+    return dims
 
 
 def _expect_kernel_dtype(dtype: torch.dtype) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
 from deeptwin.reference.config import PageLayout, TwoCaches
 
+from .providers import flash_mla_legacy
+
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.split_softmax import SplitLaunch
     from deeptwin.kernels.triton_ops.two_cache import TwoCacheLaunch
@@ -47,6 +49,44 @@ def sparse_attn_triton(
     return kernels.sparse_attn(
         q_thd, kv_sd, idx_tk, sink_h, topk_length_t, scale=scale, value_dim=value_dim, launch=launch, out=out
     )
+
+
+def sparse_attn_flash_mla(
+    q_thd: Tensor,
+    kv_sd: Tensor,
+    idx_tk: Tensor,
+    sink_h: Tensor | None,
+    topk_length_t: Tensor | None,
+    *,
+    scale: float,
+    value_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attn` by FlashMLA's legacy sparse prefill (SM90). Its LSE is natural; +inf of an empty row becomes −inf.
+
+    Raises:
+        ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.
+        TypeError: queries or keys are not of `dtype`, indices or lengths are not int32, or the sink is not float32.
+        NotImplementedError: no FlashMLA with the legacy line, another dtype than bf16, other heads than 64 or 128,
+            other widths than 512 or 576 with 512 values, or no token or key.
+    """
+    dims: dict[str, int] = {}
+    expect_shape("q_thd", q_thd, "thd", dims)
+    expect_shape("kv_sd", kv_sd, "sd", dims)
+    expect_dtype("kv_sd", kv_sd, dtype)
+    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, dims, scale, value_dim, dtype)
+    if dtype is not torch.bfloat16:
+        raise NotImplementedError(f"dtype: expected bfloat16, got {dtype}")
+    if dims["h"] not in (64, 128) or dims["d"] not in (512, 576) or value_dim != 512:
+        raise NotImplementedError(f"q_thd: expected 64 or 128 heads of 512 or 576 with 512 values, got {dims}")
+    if not dims["t"] or not dims["s"]:
+        raise NotImplementedError(f"q_thd, kv_sd: expected tokens and keys, got {dims}")
+    # lists grow by holes to the kernel's step, which changes no bit
+    lists = torch.nn.functional.pad(idx_tk, (0, -idx_tk.shape[1] % 128), value=-1)
+    out_thu, _, lse_th = flash_mla_legacy().flash_mla_sparse_fwd(
+        q_thd.contiguous(), kv_sd[:, None], lists[:, None], scale, 512, sink_h, topk_length_t, use_legacy=True
+    )
+    return out_thu, lse_th.masked_fill(lse_th == torch.inf, -torch.inf)
 
 
 def sparse_attn_decode_triton(

@@ -669,6 +669,42 @@ def account(
     accounts.show(console, config)
 
 
+@app.command("bench")
+def bench_command(
+    component: Components = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="Only benches whose name contains this.")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", help="A saved record: what became slower fails.")
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that one bench may take.")] = 120.0,
+    json_path: JsonPath = None,
+) -> None:
+    """Time every candidate at production shapes on this machine's GPU, judged before and after.
+
+    Examples: `deeptwin bench -c sparse_attn`, `deeptwin bench --json now.json --baseline before.json`
+    """
+    import torch
+
+    from . import bench
+
+    chosen = [one for one in bench.benches([_card(c).component for c in component or ()]) if (shape or "") in one.id]
+    if not chosen:
+        fail(f"shape: no bench of these components has {shape!r} in its name")
+    if not torch.cuda.is_available():
+        console.print("bench needs a CUDA device, and there is none", style="bold red")
+        raise typer.Exit(EXIT_NOT_RUN)
+    saved = None if baseline is None else json.loads(baseline.read_text())["rows"]
+    record = bench.run(chosen, timeout=timeout, report=lambda name, rows: bench.show(console, name, rows))
+    record["command"] = shlex.join(["deeptwin", *sys.argv[1:]])
+    if json_path is not None:
+        write_json(json_path, record)
+    slower = bench.regressions(record["rows"], saved or [])
+    for line in slower:
+        console.print(f"slower: {line}", style="bold red", markup=False)
+    failed = [row for row in record["rows"] if row["status"] in (Status.MISMATCH, Status.ERROR)]
+    raise typer.Exit(EXIT_FAILED if slower or failed else 0)
+
+
 @app.command("bisect")
 def bisect_command(
     reference: Annotated[Path, typer.Argument(help="Folder of the dump that is right.")],

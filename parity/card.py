@@ -78,6 +78,8 @@ class Candidate:
     A `required` row must run on every case that it does not decline; a function that a user names may say
     NotImplementedError for what it does not do. `interpreter_declines` adds cases that take an interpreter too long,
     `lowered_declines` cases that say nothing about the Ascend lowering, which runs on the CPU in plain loops.
+    `unpromised` names outputs and relations that a vendor does not promise, with the reason: where they do not hold
+    the verdict is a known failure.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Candidate:
     declines: Callable[[Any], str | None] = lambda case: None
     interpreter_declines: Callable[[Any], str | None] = lambda case: None
     lowered_declines: Callable[[Any], str | None] = lambda case: None
+    unpromised: Mapping[str, str] = field(default_factory=dict)
     required: bool = True
 
     def refusal(self, case: Any, device: str) -> str | None:

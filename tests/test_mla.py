@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deeptwin.optimized.mla import mla_decode_triton, mla_prefill_triton, store_latent_triton
+from deeptwin.optimized.mla import (
+    mla_decode_flash_mla,
+    mla_decode_triton,
+    mla_prefill_triton,
+    store_latent_triton,
+)
 from deeptwin.parity import gate, goldens, texts
 from deeptwin.parity.card import load_card
 from deeptwin.parity.outcome import EXIT_NOT_RUN, Outcome, Status, exit_status
@@ -544,7 +551,7 @@ def decode_arguments() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_decode_refuses_values(name: str) -> None:
-    for function in (mla_decode, mla_decode_triton):
+    for function in (mla_decode, mla_decode_triton, mla_decode_flash_mla):
         with pytest.raises(ValueError, match=f"^{name}: "):
             function(**decode_arguments() | {name: BAD_VALUES[name]})
 
@@ -552,7 +559,7 @@ def test_decode_refuses_values(name: str) -> None:
 @pytest.mark.parametrize("name", ["block_table_bp", "lengths_b"])
 def test_decode_refuses_long_indices(name: str) -> None:
     long = torch.zeros((2, 2) if name == "block_table_bp" else 2, dtype=torch.int64)
-    for function in (mla_decode, mla_decode_triton):
+    for function in (mla_decode, mla_decode_triton, mla_decode_flash_mla):
         with pytest.raises(TypeError, match=f"^{name}: "):
             function(**decode_arguments() | {name: long})
 
@@ -594,6 +601,59 @@ def test_kernels_decline_widths_and_strides() -> None:
         mla_prefill_triton(draw(1, 3, 2, 8), draw(2, 5, 2, 8), draw(3, 5, 2, 16), scale=1.0)
     with pytest.raises(NotImplementedError, match=r"^latent_td: "):
         store_latent_triton(torch.zeros(2, 3, 8), torch.zeros(8, 2).T, torch.tensor([0, 1]))
+
+
+def flash_arguments(**changes: Any) -> dict[str, Any]:
+    given = {
+        "q_bthd": draw(1, 2, 1, 4, 576),
+        "cache_pod": draw(2, 3, 64, 576),
+        "block_table_bp": int32([[2], [0]]),
+        "lengths_b": int32([5, 0]),
+        "scale": 0.1,
+        "value_dim": 512,
+    }
+    return given | changes
+
+
+def test_the_adapter_of_flash_mla_passes_pages_and_turns_the_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library, with its conventions: what is passed, and what becomes of what it returns."""
+
+    def forward(
+        q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, width: int, schedule: str, **how: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert (schedule, how) == ("empty", {"softmax_scale": 0.1, "causal": False, "use_legacy": True})
+        out, lse = mla_decode(q, cache[:, :, 0], table, lengths, scale=0.1, value_dim=width)
+        return out.bfloat16(), lse.float().masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2)
+
+    library = SimpleNamespace(
+        flash_mla_with_kvcache=forward,
+        get_mla_metadata=lambda: ("empty", None),
+        flash_mla_sparse_fwd=lambda use_legacy: None,
+    )
+    monkeypatch.setitem(sys.modules, "flash_mla", library)
+    out, lse = mla_decode_flash_mla(**flash_arguments())
+    right, right_lse = mla_decode(**flash_arguments())
+    assert torch.equal(out, right.bfloat16())
+    assert torch.equal(lse, right_lse.float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dtype": torch.float32, "q_bthd": torch.zeros(2, 1, 4, 576), "cache_pod": torch.zeros(3, 64, 576)},
+            "dtype: ",
+        ),
+        ({"cache_pod": torch.zeros(3, 32, 576, dtype=torch.bfloat16)}, "cache_pod: expected pages of 64 slots"),
+        ({}, "flash_mla: expected sgl-flash-mla"),
+    ],
+)
+def test_the_adapter_of_flash_mla_declines(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_mla", None)  # as if it were not installed
+    with pytest.raises(NotImplementedError, match=message):
+        mla_decode_flash_mla(**flash_arguments(**changes))
 
 
 def test_buffers_that_do_not_fit_are_refused() -> None:

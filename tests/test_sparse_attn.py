@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from deeptwin.optimized.sparse_attn import (
     sparse_attn_decode_triton,
+    sparse_attn_flash_mla,
     sparse_attn_triton,
     two_cache_attn_decode_triton,
     two_cache_attn_triton,
@@ -332,7 +335,7 @@ def arguments(kv_name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_values_are_refused(name: str) -> None:
-    for function in (sparse_attn, sparse_attn_triton):
+    for function in (sparse_attn, sparse_attn_triton, sparse_attn_flash_mla):
         with pytest.raises(ValueError, match=f"^{name}: "):
             function(**arguments("kv_sd") | BAD_VALUES[name])
     for paged in (sparse_attn_decode, sparse_attn_decode_triton):
@@ -342,7 +345,7 @@ def test_values_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", BAD_DTYPES)
 def test_dtypes_are_refused(name: str) -> None:
-    for function in (sparse_attn, sparse_attn_triton):
+    for function in (sparse_attn, sparse_attn_triton, sparse_attn_flash_mla):
         with pytest.raises(TypeError, match=f"^{name}: "):
             function(**arguments("kv_sd") | BAD_DTYPES[name])
     for paged in (sparse_attn_decode, sparse_attn_decode_triton):
@@ -372,6 +375,51 @@ def test_kernels_decline_widths_and_strides() -> None:
             sparse_attn_triton(**arguments("kv_sd") | bad)
         with pytest.raises(NotImplementedError, match=f"^{name}: "):
             sparse_attn_decode_triton(**arguments("kv_pod") | bad)
+
+
+def flash_arguments(**changes: Any) -> dict[str, Any]:
+    given = {"q_thd": draw(1, 2, 64, 512), "kv_sd": draw(2, 5, 512), "sink_h": torch.zeros(64), "value_dim": 512}
+    return arguments("kv_sd") | given | changes
+
+
+def test_the_adapter_of_flash_mla_pads_lists_and_turns_the_lse_of_an_empty_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library, with its conventions: what is passed, and what becomes of what it returns."""
+
+    def forward(
+        q: Tensor, kv: Tensor, lists: Tensor, scale: float, width: int, sink: Tensor, length: None, *, use_legacy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert use_legacy
+        assert lists.shape == (2, 1, 128)
+        out, lse = sparse_attn(q, kv[:, 0], lists[:, 0], sink, length, scale=scale, value_dim=width)
+        return out.bfloat16(), lse, lse.float().masked_fill(lse == -INF, INF)
+
+    monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace(flash_mla_sparse_fwd=forward))
+    given = flash_arguments(idx_tk=torch.tensor([[0, 2, -1], [-1, -1, -1]], dtype=torch.int32), topk_length_t=None)
+    out, lse = sparse_attn_flash_mla(**given)
+    right, right_lse = sparse_attn(**given)
+    assert torch.equal(out, right.bfloat16())
+    assert torch.equal(lse, right_lse.float())
+    assert (lse[1] == -INF).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dtype": torch.float32, "q_thd": torch.zeros(2, 64, 512), "kv_sd": torch.zeros(5, 512)},
+            "dtype: expected bf",
+        ),
+        ({"value_dim": 256}, "q_thd: expected 64 or 128 heads of 512 or 576 with 512 values"),
+        ({"kv_sd": torch.zeros(0, 512, dtype=torch.bfloat16)}, "q_thd, kv_sd: expected tokens and keys"),
+        ({}, "flash_mla: expected sgl-flash-mla"),
+    ],
+)
+def test_the_adapter_of_flash_mla_declines(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace(flash_mla_sparse_fwd=lambda q: q))  # another line
+    with pytest.raises(NotImplementedError, match=message):
+        sparse_attn_flash_mla(**flash_arguments(**changes))
 
 
 def test_buffers_that_do_not_fit_are_refused() -> None:

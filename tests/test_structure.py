@@ -639,7 +639,7 @@ def places() -> dict[str, set[str]]:
     golden = {path.name for path in (HOUSE / "golden").iterdir() if path.is_dir() and path.name[0] not in "_."}
     return {
         "reference": names_in("reference") - set(SUPPORT),
-        "optimized": names_in("optimized"),
+        "optimized": names_in("optimized") - set(SUPPORT),
         "cards": names_in("parity/cards"),
         "golden": golden - {"records"},
         "tests": names_in("tests", "test_"),

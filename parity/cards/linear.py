@@ -627,6 +627,13 @@ LINEAR = Op(
     golden=golden_linear,
 )
 
+
+def outside_deep_gemm(case: CodesCase) -> str | None:
+    """Why DeepGEMM's FP8 product does not take a case."""
+    fits = (case.x, case.w, case.out, case.add) == ("fp8_1x128", "fp8_128x128", "bf16", False)
+    return None if fits and case.tokens and case.width % 128 == 0 else "fp8_1x128 rows by fp8_128x128 weights only"
+
+
 CODES = Op(
     name="linear_codes",
     reference="deeptwin.reference.linear:linear_codes",
@@ -647,6 +654,15 @@ CODES = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.linear:linear_codes_triton"),
+        Candidate(
+            name="deep-gemm",
+            function="deeptwin.optimized.linear:linear_codes_deep_gemm",
+            archs=("sm90",),
+            needs=("deep_gemm",),
+            declines=outside_deep_gemm,
+            unpromised={"y_tf": "the e4m3 matrix unit truncates within 128 products"},
+            required=False,
+        ),
         Candidate(
             name="triton-native",
             function="deeptwin.optimized.linear:linear_codes_triton_native",

@@ -805,6 +805,13 @@ PREFILL = Op(
     golden=golden_prefill,
 )
 
+
+def outside_flash_mla(case: DecodeCase) -> str | None:
+    """Why FlashMLA's legacy dense decode does not take a case."""
+    fits = (case.dim, case.value_dim, case.page, case.dtype) == (576, 512, 64, "bf16")
+    return None if fits and case.requests else "pages of 64 slots of 576 channels in bf16 only"
+
+
 DECODE = Op(
     name="mla_decode",
     reference="deeptwin.reference.mla:mla_decode",
@@ -829,7 +836,18 @@ DECODE = Op(
             only=few_heads,
         ),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.mla:mla_decode_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.mla:mla_decode_triton"),
+        Candidate(
+            name="flash-mla",
+            function="deeptwin.optimized.mla:mla_decode_flash_mla",
+            archs=("sm90",),
+            needs=("flash_mla",),
+            declines=outside_flash_mla,
+            unpromised=dict.fromkeys(("batch_invariant", "chunk_invariant"), "its schedule splits keys by the batch"),
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="h128",

@@ -517,6 +517,12 @@ def finite(case: SparseCase) -> bool:
     return case.regime != "nankey" and case.tokens * case.topk <= 2500
 
 
+def outside_flash_mla(case: SparseCase) -> str | None:
+    """Why FlashMLA's legacy sparse prefill does not take a case."""
+    fits = case.heads in (64, 128) and case.dim in (512, 576) and case.value_dim == 512 and case.dtype == "bf16"
+    return None if fits and case.tokens else "64 or 128 heads of 512 or 576 channels in bf16 only"
+
+
 PREFILL = Op(
     name="sparse_attn",
     reference="deeptwin.reference.sparse_attn:sparse_attn",
@@ -532,7 +538,17 @@ PREFILL = Op(
         Relation(name="masked_equals_absent", axis="list entries", hook=more_holes, only=finite),
         Relation(name="causality", axis="unlisted rows", hook=poison_unlisted, only=finite),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.sparse_attn:sparse_attn_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.sparse_attn:sparse_attn_triton"),
+        Candidate(
+            name="flash-mla",
+            function="deeptwin.optimized.sparse_attn:sparse_attn_flash_mla",
+            archs=("sm90",),
+            needs=("flash_mla",),
+            declines=outside_flash_mla,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="h64-d512",

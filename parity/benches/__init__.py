@@ -1,0 +1,1 @@
+"""Production shapes to time, one module per component."""

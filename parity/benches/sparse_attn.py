@@ -1,0 +1,91 @@
+"""Sparse attention at the widths of V3.2 (576), V4 (512) and V4.1 (two caches of records)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from deeptwin.reference.config import Q4K, Q8, PageLayout, RecordFormat, TwoCaches
+
+from ..bench import Bench
+from ..card import Inputs
+from ..device_draws import DeviceDraws
+
+KEYS = 65536
+VALUES = 512
+
+
+def _prefill(heads: int, dim: int, tokens: int, topk: int) -> Bench:
+    def draw(draws: DeviceDraws) -> Inputs:
+        return {
+            "q_thd": draws.normal(tokens, heads, dim),
+            "kv_sd": draws.normal(KEYS, dim),
+            "idx_tk": draws.integers(0, KEYS, tokens, topk),
+            "sink_h": draws.normal(heads, dtype=torch.float32),
+            "topk_length_t": None,
+            "scale": dim**-0.5,
+            "value_dim": VALUES,
+            "dtype": torch.bfloat16,
+        }
+
+    return Bench(
+        component="sparse_attn",
+        op="sparse_attn",
+        shape=f"t{tokens}-h{heads}-d{dim}-k{topk}",
+        draw=draw,
+        flops=2.0 * tokens * heads * topk * (dim + VALUES),
+        bytes=2.0 * (tokens * heads * (dim + VALUES) + KEYS * dim) + 4.0 * tokens * topk,
+    )
+
+
+def _records(draws: DeviceDraws, fmt: RecordFormat, pages: int, page: int) -> Tensor:
+    """Random codes with scales near one, so that every record is finite."""
+    codes = draws.bytes(0, 256, pages, page, fmt.data_bytes)
+    groups = fmt.record_bytes - fmt.data_bytes
+    if fmt.quant == Q8:
+        return torch.cat([codes & 0xF7, draws.bytes(118, 122, pages, page, groups)], -1)  # no NaN code
+    return torch.cat([codes, draws.bytes(40, 56, pages, page, groups)], -1)
+
+
+def _two_caches(batch: int, queries: int) -> Bench:
+    heads, dim, window, main, page = 64, 512, 128, 512, 128
+    caches = TwoCaches(
+        window=RecordFormat(name="kv_fp8", channels=dim, quant=Q8),
+        main=RecordFormat(name="kv_fp4", channels=dim, quant=Q4K),
+        layout=PageLayout.INTERLEAVED,
+        scale=dim**-0.5,
+    )
+    tokens = batch * queries
+    pages = max(64, math.ceil(batch * 4096 / page))
+
+    def draw(draws: DeviceDraws) -> Inputs:
+        return {
+            "q_thd": draws.normal(tokens, heads, dim),
+            "window_pow": _records(draws, caches.window, batch, 134),
+            "window_idx_tk": draws.integers(0, batch * 134, tokens, window),
+            "main_pow": _records(draws, caches.main, pages, page),
+            "main_idx_tk": draws.integers(0, pages * page, tokens, main),
+            "sink_h": draws.normal(heads, dtype=torch.float32),
+            "caches": caches,
+            "dtype": torch.bfloat16,
+        }
+
+    read = window * caches.window.record_bytes + main * caches.main.record_bytes
+    return Bench(
+        component="sparse_attn",
+        op="two_cache_attn_decode",
+        shape=f"b{batch}-q{queries}-h{heads}-w{window}-m{main}",
+        draw=draw,
+        flops=2.0 * tokens * heads * (window + main) * 2 * dim,
+        bytes=float(tokens * (read + 2 * 2 * heads * dim)),
+    )
+
+
+BENCHES = (
+    *(_prefill(h, d, 1024, k) for h, d in ((128, 576), (128, 512), (64, 512)) for k in (512, 1024, 2048)),
+    _prefill(128, 576, 4096, 2048),
+    _prefill(64, 512, 4096, 512),
+    *(_two_caches(batch, queries) for batch, queries in ((1, 1), (8, 1), (64, 1), (128, 1), (128, 6))),
+)
