@@ -51,6 +51,75 @@ def sparse_attn_triton(
     )
 
 
+def sparse_attn_tilelang(
+    q_thd: Tensor,
+    kv_sd: Tensor,
+    idx_tk: Tensor,
+    sink_h: Tensor | None,
+    topk_length_t: Tensor | None,
+    *,
+    scale: float,
+    value_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attn` on SM90 with specialised warps; queries that are not contiguous are copied first.
+
+    Raises:
+        ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.
+        TypeError: queries or keys are not of `dtype`, indices or lengths are not int32, or the sink is not float32.
+        NotImplementedError: another dtype than bf16, heads that are no multiple of 64, other widths than 512 or 576
+            with 512 values, rows that do not follow one another, or no SM90.
+    """
+    dims: dict[str, int] = {}
+    expect_shape("q_thd", q_thd, "thd", dims)
+    expect_shape("kv_sd", kv_sd, "sd", dims)
+    expect_dtype("kv_sd", kv_sd, dtype)
+    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, dims, scale, value_dim, dtype)
+    _expect_specialised(q_thd, kv_sd.unsqueeze(0), "kv_sd", value_dim)
+    from deeptwin.kernels.tilelang_ops import sparse_attn_sm90 as kernels
+
+    return kernels.sparse_attn(
+        q_thd.contiguous(),
+        kv_sd.unsqueeze(0),
+        idx_tk.contiguous(),
+        sink_h,
+        topk_length_t,
+        scale=scale,
+        value_dim=value_dim,
+    )
+
+
+def sparse_attn_decode_tilelang(
+    q_thd: Tensor,
+    kv_pod: Tensor,
+    idx_tk: Tensor,
+    sink_h: Tensor | None,
+    topk_length_t: Tensor | None,
+    *,
+    scale: float,
+    value_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attn_tilelang` over a paged cache, with the same bits for the same list.
+
+    Raises:
+        ValueError: as `sparse_attn_tilelang`.
+        TypeError: as `sparse_attn_tilelang`.
+        NotImplementedError: as `sparse_attn_tilelang`.
+    """
+    dims: dict[str, int] = {}
+    expect_shape("q_thd", q_thd, "thd", dims)
+    expect_shape("kv_pod", kv_pod, "pod", dims)
+    expect_dtype("kv_pod", kv_pod, dtype)
+    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, dims, scale, value_dim, dtype)
+    _expect_specialised(q_thd, kv_pod, "kv_pod", value_dim)
+    from deeptwin.kernels.tilelang_ops import sparse_attn_sm90 as kernels
+
+    return kernels.sparse_attn(
+        q_thd.contiguous(), kv_pod, idx_tk.contiguous(), sink_h, topk_length_t, scale=scale, value_dim=value_dim
+    )
+
+
 def sparse_attn_flash_mla(
     q_thd: Tensor,
     kv_sd: Tensor,
@@ -237,6 +306,21 @@ def _launch_pair(
         launch=launch,
         out=out,
     )
+
+
+def _expect_specialised(q_thd: Tensor, kv_pod: Tensor, name: str, value_dim: int) -> None:
+    """What the kernel with specialised warps is written for."""
+    heads, width = q_thd.shape[1:]
+    if q_thd.dtype is not torch.bfloat16:
+        raise NotImplementedError(f"dtype: expected bfloat16, got {q_thd.dtype}")
+    if heads % 64 or width not in (512, 576) or value_dim != 512:
+        raise NotImplementedError(
+            f"q_thd: expected 64·n heads of 512 or 576 with 512 values, got {heads} of {width} with {value_dim}"
+        )
+    if kv_pod.stride()[1:] != (width, 1):
+        raise NotImplementedError(f"{name}: expected rows one behind the other, got strides {kv_pod.stride()}")
+    if not q_thd.is_cuda or torch.cuda.get_device_capability(q_thd.device)[0] != 9:
+        raise NotImplementedError(f"q_thd: expected a tensor on SM90, got one on {q_thd.device}")
 
 
 def _check_lists(

@@ -163,7 +163,7 @@ def _timed(bench: Bench, op: Op, row: Candidate, inputs: Inputs, rows: list[int]
         with _plain_memory():
             ms, graph_ms = _median_ms(call), _graph_ms(call)
         after = _verdict(call(), op, rows, oracles)
-    except NotImplementedError as error:
+    except (NotImplementedError, ImportError) as error:
         return replace(base, message=str(error))
     status, used, message = max(before, after, key=lambda verdict: (verdict[0] != Status.PASSED.value, verdict[1]))
     if status == Status.MISMATCH.value and set(row.unpromised) & {output.name for output in op.outputs}:

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deeptwin.optimized.sparse_attn import (
+    sparse_attn_decode_tilelang,
     sparse_attn_decode_triton,
     sparse_attn_flash_mla,
+    sparse_attn_tilelang,
     sparse_attn_triton,
     two_cache_attn_decode_triton,
     two_cache_attn_triton,
@@ -335,20 +337,20 @@ def arguments(kv_name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_values_are_refused(name: str) -> None:
-    for function in (sparse_attn, sparse_attn_triton, sparse_attn_flash_mla):
+    for function in (sparse_attn, sparse_attn_triton, sparse_attn_flash_mla, sparse_attn_tilelang):
         with pytest.raises(ValueError, match=f"^{name}: "):
             function(**arguments("kv_sd") | BAD_VALUES[name])
-    for paged in (sparse_attn_decode, sparse_attn_decode_triton):
+    for paged in (sparse_attn_decode, sparse_attn_decode_triton, sparse_attn_decode_tilelang):
         with pytest.raises(ValueError, match=f"^{name}: "):
             paged(**arguments("kv_pod") | BAD_VALUES[name])
 
 
 @pytest.mark.parametrize("name", BAD_DTYPES)
 def test_dtypes_are_refused(name: str) -> None:
-    for function in (sparse_attn, sparse_attn_triton, sparse_attn_flash_mla):
+    for function in (sparse_attn, sparse_attn_triton, sparse_attn_flash_mla, sparse_attn_tilelang):
         with pytest.raises(TypeError, match=f"^{name}: "):
             function(**arguments("kv_sd") | BAD_DTYPES[name])
-    for paged in (sparse_attn_decode, sparse_attn_decode_triton):
+    for paged in (sparse_attn_decode, sparse_attn_decode_triton, sparse_attn_decode_tilelang):
         with pytest.raises(TypeError, match=f"^{name}: "):
             paged(**arguments("kv_pod") | BAD_DTYPES[name])
 
@@ -375,6 +377,24 @@ def test_kernels_decline_widths_and_strides() -> None:
             sparse_attn_triton(**arguments("kv_sd") | bad)
         with pytest.raises(NotImplementedError, match=f"^{name}: "):
             sparse_attn_decode_triton(**arguments("kv_pod") | bad)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float32, "q_thd": torch.zeros(2, 64, 512), "kv_sd": torch.zeros(5, 512)}, "dtype: expected"),
+        ({"q_thd": torch.zeros(2, 3, 512, dtype=torch.bfloat16), "sink_h": None}, "q_thd: expected 64·n heads"),
+        ({"kv_sd": torch.zeros(512, 5, dtype=torch.bfloat16).T}, "kv_(sd|pod): expected rows one behind the other"),
+        ({}, "q_thd: expected a tensor on SM90, got one on cpu"),
+    ],
+)
+def test_the_kernel_with_specialised_warps_declines(changes: dict[str, Any], message: str) -> None:
+    given = flash_arguments(**changes)
+    with pytest.raises(NotImplementedError, match=message):
+        sparse_attn_tilelang(**given)
+    given["kv_pod"] = given.pop("kv_sd").unsqueeze(0)
+    with pytest.raises(NotImplementedError, match=message):
+        sparse_attn_decode_tilelang(**given)
 
 
 def flash_arguments(**changes: Any) -> dict[str, Any]:

@@ -517,6 +517,12 @@ def finite(case: SparseCase) -> bool:
     return case.regime != "nankey" and case.tokens * case.topk <= 2500
 
 
+def outside_specialised(case: SparseCase) -> str | None:
+    """Why the kernel with specialised warps does not take a case."""
+    fits = case.heads % 64 == 0 and case.dim in (512, 576) and case.value_dim == 512 and case.dtype == "bf16"
+    return None if fits else "64·n heads of 512 or 576 channels in bf16 only"
+
+
 def outside_flash_mla(case: SparseCase) -> str | None:
     """Why FlashMLA's legacy sparse prefill does not take a case."""
     fits = case.heads in (64, 128) and case.dim in (512, 576) and case.value_dim == 512 and case.dtype == "bf16"
@@ -540,6 +546,14 @@ PREFILL = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.sparse_attn:sparse_attn_triton"),
+        Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.sparse_attn:sparse_attn_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised,
+            required=False,
+        ),
         Candidate(
             name="flash-mla",
             function="deeptwin.optimized.sparse_attn:sparse_attn_flash_mla",
@@ -591,6 +605,13 @@ PREFILL = Op(
             kernel="deeptwin.kernels.triton_ops.sparse_attn:_attend_split",
             launch="deeptwin.parity.builds.launches.sparse_attn:prefill_h64_d512_fp32",
             expect=NO_PRODUCT | MATRIX,
+        ),
+        BuildCase(
+            name="tilelang-specialised-h128-d576",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.sparse_attn_sm90:attend_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:sm90_h128_d576",
+            expect={"sm90": Expect(mma="wgmma")},
         ),
         BuildCase(
             name="tilelang-h64-d512",
@@ -673,7 +694,17 @@ DECODE = Op(
         Relation(name="decode_equals_prefill", axis="path", hook=as_prefill, partner="sparse_attn"),
         Relation(name="masked_equals_absent", axis="list entries", hook=more_holes, only=finite),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.sparse_attn:sparse_attn_decode_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.sparse_attn:sparse_attn_decode_triton"),
+        Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.sparse_attn:sparse_attn_decode_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="h64-d512",

@@ -26,6 +26,13 @@ def sm100_h128_d576() -> Any:
     return attend_program(128, 576, 512, has_length=True, has_sink=False)
 
 
+def sm90_h128_d576() -> Any:
+    """V3.2 by specialised warps: the largest tiles."""
+    from deeptwin.kernels.tilelang_ops.sparse_attn_sm90 import attend_program
+
+    return attend_program(128, 576, 512, has_length=True, has_sink=True)
+
+
 def ascend_h64_d512() -> Any:
     """V4.1 decode: 64 heads, sink and lengths."""
     from deeptwin.kernels.ascend_ops.sparse_attn import sparse_attn_decode_program
