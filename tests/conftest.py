@@ -49,7 +49,9 @@ class Judged:
 
     def _silent(self, component: str, counts: Callable[[Outcome], bool]) -> list[str]:
         heard = {(o.op, o.candidate) for o in self(component) if o.status is Status.PASSED and counts(o)}
-        promised = {(op.name, row.name) for op in load_card(component).ops for row in op.candidates}
+        promised = {
+            (op.name, row.name) for op in load_card(component).ops for row in op.candidates if "cpu" in row.archs
+        }
         return [f"{op}/{row}" for op, row in sorted(promised - heard)]
 
 
