@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from .config import PoolAction, PoolAnswer
 
@@ -70,6 +70,7 @@ class BlockTables:
         self.pool, self.block = pool, block
         self.rows: list[list[int]] = [[] for _ in range(tables)]
         self.tokens = [0] * tables
+        self.pins: Counter[int] = Counter()  # references that belong to no table
 
     def grow(self, table: int, tokens: int) -> bool:
         """Room for more tokens, or False while there is none."""
@@ -134,6 +135,10 @@ class BlockTables:
             self.shrink(first, second)
         elif action is PoolAction.PIN:
             self.pool.pin(first)
+            self.pins[first] += 1
         elif action is PoolAction.UNPIN:
+            if not self.pins[first]:
+                raise ValueError(f"block: expected one that is pinned, got {first}")
             self.pool.unpin(first)
+            self.pins[first] -= 1
         return (PoolAnswer.WAITS, 0, 0) if copy is None else (PoolAnswer.DONE, *copy)

@@ -152,6 +152,19 @@ def expect_lengths(length_b: torch.Tensor, dims: dict[str, int]) -> None:
         raise ValueError(f"length_b: expected no negative lengths, got {length_b.tolist()}")
 
 
+def expect_key_sets(
+    keys_bnk: torch.Tensor, length_b: torch.Tensor, pages_sk: torch.Tensor, states_ik: torch.Tensor
+) -> dict[str, int]:
+    """The sizes of requests' keys and of stored ones; raise unless all are 32 bytes and lengths are 0 or more."""
+    dims = {"k": 32}
+    named = (("keys_bnk", keys_bnk, "bnk"), ("pages_sk", pages_sk, "sk"), ("states_ik", states_ik, "ik"))
+    for name, x, letters in named:
+        expect_shape(name, x, letters, dims)
+        expect_dtype(name, x, torch.uint8)
+    expect_lengths(length_b, dims)
+    return dims
+
+
 def expect_requests(tokens_bt: torch.Tensor, length_b: torch.Tensor) -> dict[str, int]:
     """The sizes of a batch of requests; raise unless their tokens are none below 0, as many as there is room for."""
     dims: dict[str, int] = {}

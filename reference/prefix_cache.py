@@ -26,7 +26,7 @@ from .cache_plan import encoder_rings, record_bytes
 from .checks import (
     expect_dtype,
     expect_in_range,
-    expect_lengths,
+    expect_key_sets,
     expect_pool_script,
     expect_positive,
     expect_requests,
@@ -43,9 +43,10 @@ from .config import (
     PrefixConfig,
     SlidingWindow,
     StoreAction,
+    Truncation,
 )
 from .csa2_config import Csa2Config
-from .prefix_toy import toy_prefill
+from .prefix_toy import RATIO, toy_prefill
 
 KEY_BYTES = 32
 
@@ -103,12 +104,7 @@ def prefix_hits(
     Source:
         runtime.md sections 4.4, 5.5
     """
-    dims = {"k": KEY_BYTES}
-    named = (("keys_bnk", keys_bnk, "bnk"), ("pages_sk", pages_sk, "sk"), ("states_ik", states_ik, "ik"))
-    for name, x, letters in named:
-        expect_shape(name, x, letters, dims)
-        expect_dtype(name, x, torch.uint8)
-    expect_lengths(length_b, dims)
+    expect_key_sets(keys_bnk, length_b, pages_sk, states_ik)
     pages, states = ({bytes(key) for key in x.tolist()} for x in (pages_sk, states_ik))
     hits, valid = [], []
     for keys, length in zip(keys_bnk.tolist(), length_b.tolist(), strict=True):
@@ -133,7 +129,7 @@ def pool_run(script_nj: Tensor, *, blocks: int, tables: int, block: int) -> tupl
         [blocks], references; free_p: int32 [blocks], the free list, -1 behind it.
 
     Edges:
-        a line that waits or is refused changes nothing.
+        a line that waits or is refused changes nothing. To unpin what is in tables but not pinned is a double free.
 
     Raises:
         TypeError: the script is not int32.
@@ -229,8 +225,8 @@ def store_run(script_nj: Tensor, key_pk: Tensor, payload_pq: Tensor) -> Tensor:
         returns int32 [n]: 1 or 0 for a GET, 0 for everything else.
 
     Edges:
-        an entry that was damaged is absent until it is put again. A put that dies before its rename leaves what was
-        there before. A break of an absent entry breaks nothing; a swap with one moves the damage.
+        an entry that was damaged, or has the bytes of another, is absent, and its file is removed when it is asked for.
+        A put that dies before its rename leaves what was there before. Nothing breaks where there is no file.
 
     Raises:
         TypeError: the script is not int32, keys or payloads are not uint8.
@@ -240,21 +236,24 @@ def store_run(script_nj: Tensor, key_pk: Tensor, payload_pq: Tensor) -> Tensor:
         runtime.md section 4.4 (what is stored); the store is ours
     """
     expect_store_script(script_nj, key_pk, payload_pq)
-    whole: dict[int, bool] = {}  # of the entries that have a file: whether it is what was put
+    file: dict[int, int] = {}  # under the name of an entry: whose bytes, -1 for damaged ones
     answers = []
     for action, entry, number in script_nj.tolist():
-        if action == StoreAction.PUT or (action == StoreAction.KILL and number >= 1 + PUT_STEPS.index("rename")):
-            whole[entry] = True
+        answer = 0
+        if action == StoreAction.PUT or (action == StoreAction.KILL and number > PUT_STEPS.index("rename")):
+            file[entry] = entry
+        elif action == StoreAction.GET and entry in file:
+            answer = int(file[entry] == entry)
+            if not answer:
+                del file[entry]
         elif action == StoreAction.DROP:
-            whole.pop(entry, None)
-        elif action in (StoreAction.TRUNCATE, StoreAction.FLIP) and entry in whole:
-            whole[entry] = False
-        elif action == StoreAction.SWAP and entry != number:
-            there = {e for e in (entry, number) if e in whole}
-            for e in there:
-                del whole[e]
-            whole |= {entry + number - e: False for e in there}
-        answers.append(int(whole.get(entry, False)) if action == StoreAction.GET else 0)
+            file.pop(entry, None)
+        elif action in (StoreAction.TRUNCATE, StoreAction.SPOIL) and entry in file:
+            file[entry] = -1
+        elif action == StoreAction.SWAP:
+            one, other = file.pop(entry, None), file.pop(number, None)
+            file |= {name: owner for name, owner in ((number, one), (entry, other)) if owner is not None}
+        answers.append(answer)
     return torch.tensor(answers, dtype=torch.int32)
 
 
@@ -274,7 +273,8 @@ def serve_prefixes(
     Raises:
         TypeError: tokens are not int32, lengths no integers.
         ValueError: shapes disagree; a length is not in 1 … t; a token is negative; layers is not positive; the
-            configuration's hits may be approximate, or reach into the last K tokens.
+            configuration's hits may be approximate, or reach into the last K tokens; blocks are odd; nothing is
+            truncated.
 
     Source:
         runtime.md sections 4.4, 5.5
@@ -282,8 +282,10 @@ def serve_prefixes(
     expect_positive("layers", layers)
     dims = expect_requests(tokens_bt, length_b)
     expect_in_range("length_b", length_b, 1, dims["t"] + 1)
-    if config.missing is not MissingState.SHORTEN or config.recompute < window.keep:
-        raise ValueError(f"config: expected exact hits that leave {window.keep} tokens, got {config}")
+    if config.missing is not MissingState.SHORTEN or config.recompute < window.keep or config.block % RATIO:
+        raise ValueError(f"config: expected exact hits of even blocks that leave {window.keep} tokens, got {config}")
+    if window.truncation is Truncation.OFF:
+        raise ValueError("window: expected a truncation, got OFF: decoder windows are not stored")
     out, hits = [], []
     ends: list[list[int]] = []  # what earlier requests had in whole blocks
     for tokens, length in zip(tokens_bt.tolist(), length_b.tolist(), strict=True):

@@ -41,7 +41,7 @@ class StoreAction(enum.IntEnum):
     REOPEN = 3
     KILL = 4  # a put that dies after so many of its PUT_STEPS; then the store is opened again
     TRUNCATE = 5  # the entry's file is cut to so many bytes, modulo its length
-    FLIP = 6  # one bit of that byte, modulo the file's length, is changed
+    SPOIL = 6  # that byte, modulo the file's length, is one more
     SWAP = 7  # the files of the entry and of another change names
 
 
