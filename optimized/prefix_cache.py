@@ -208,7 +208,7 @@ def persist_state_array(state_sq: Tensor, state_b: Tensor, end_b: Tensor, *, con
 def restore_state_array(
     state_sq_: Tensor, stored_blow: Tensor, state_b: Tensor, end_b: Tensor, *, config: Csa2Config
 ) -> Tensor:
-    """`reference.prefix_cache.restore_state_`: one scatter for each ring, in place.
+    """`reference.prefix_cache.restore_state`: one scatter for each ring, in place.
 
     Raises:
         TypeError: states are not uint8, numbers no integers.

@@ -184,7 +184,7 @@ def persist_state(state_sq: Tensor, state_b: Tensor, end_b: Tensor, *, config: C
     return stored_blow
 
 
-def restore_state_(
+def restore_state(
     state_sq_: Tensor, stored_blow: Tensor, state_b: Tensor, end_b: Tensor, *, config: Csa2Config
 ) -> Tensor:
     """Write what `persist_state` kept into other states, in place; nothing else of them changes.

@@ -1,4 +1,4 @@
-"""Bounded replay: worked rows, the cone behind the cut in exact integers and on the tiny stack, what both sides refuse."""
+"""Bounded replay: worked rows, the cone behind the cut in integers and on the tiny stack, what both sides refuse."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_first_layer_alone_has_exact_rows_with_140_kept() -> None:
     assert count.tolist() == [0] * 987 + [1] * 13
 
 
-@pytest.mark.parametrize(("window", "layers"), [(4, 1), (4, 3), (3, 4), (1, 2)])
+@pytest.mark.parametrize(("window", "layers"), [(4, 2), (4, 3), (3, 4)])
 def test_the_tokens_of_an_exact_rebuild_are_the_least(window: int, layers: int) -> None:
     """The keys of the last layer's last window are exact with that K and not with one less."""
     length = 40
@@ -120,7 +120,7 @@ def test_the_tokens_of_an_exact_rebuild_are_the_least(window: int, layers: int) 
             rows = torch.tensor(held, dtype=torch.int32)
             below = exact_layers(rows, torch.zeros_like(rows), ints(length), config=config, layers=layers)
             # a key of layer l is an output of layer l - 1
-            assert bool((below >= layers - 1).all()) == exact or layers == 1
+            assert bool((below >= layers - 1).all()) == exact
 
 
 @settings(max_examples=25, deadline=None)
