@@ -254,13 +254,13 @@ def draw_serve(case: ServeCase, rng: np.random.Generator) -> Inputs:
     x = shared_tokens(case.requests, case.tokens, 2, rng)
     length = rng.integers(case.tokens // 2, case.tokens + 1, case.requests)
     # a text that grows, as in a conversation
-    for b in range(2, case.requests):
-        if b % 2 == 0:
-            x[b, : length[b - 1]] = x[b - 1, : length[b - 1]]
-            length[b] = case.tokens
+    length[1:2] = np.minimum(length[1:2], max(case.tokens - case.sliding.keep, 1))
+    for b in range(2, case.requests, 2):
+        x[b, : length[1]] = x[1, : length[1]]
+        length[b] = case.tokens
     if case.requests > 3:
         # another prefix whose blocks have all been met: the first in one request, the others in another
-        x[1, : case.block] = 1 - x[0, : case.block]
+        x[0, : case.block] = 1 - x[1, : case.block]
         x[3] = np.concatenate([x[1, : case.block], x[0, case.block :]])
         length[[0, 3]] = case.tokens * 2 // 3, case.tokens
     sliding = case.sliding
