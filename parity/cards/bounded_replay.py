@@ -311,13 +311,12 @@ def golden_prompt() -> list[PromptCase]:
 # rows
 
 
-def _candidate(op: str) -> tuple[Candidate, ...]:
-    function = f"deeptwin.optimized.bounded_replay:{op}_vectorised"
+def _candidate(function: str) -> tuple[Candidate, ...]:
     return (Candidate(name="vectorised", function=function, archs=("cpu",)),)
 
 
-def _peer(name: str, explains: str) -> Peer:
-    return Peer(name=name, function=f"deeptwin.parity.peers.bounded_replay:{name}", needs=(), explains=explains)
+def _peer(function: str, explains: str) -> Peer:
+    return Peer(name=function.partition(":")[2], function=function, needs=(), explains=explains)
 
 
 CHUNK_ROWS = dict.fromkeys(("first_b", "end_b", "known_b", "valid_b"), 0)
@@ -339,8 +338,13 @@ PLAN = Op(
         Relation(name="batch_invariant", axis="sequences", hook=one_sequence, only=small),
         Relation(name="chunk_invariant", axis="where a chunk begins", hook=cut_chunks, only=small),
     ),
-    candidates=_candidate("replay_plan"),
-    peers=(_peer("plan_from_lists", "counted in the index lists and slots that `window` makes for kernels"),),
+    candidates=_candidate("deeptwin.optimized.bounded_replay:replay_plan_vectorised"),
+    peers=(
+        _peer(
+            "deeptwin.parity.peers.bounded_replay:plan_from_lists",
+            "counted in the index lists and slots that `window` makes for kernels",
+        ),
+    ),
     mutants=(
         _mutant("plan_not_cut", "U64", "decoder layers see the whole window"),
         _mutant("plan_cut_one_late", "U64", "the cut is N − K + 1"),
@@ -374,10 +378,13 @@ EXACT = Op(
         Relation(name="batch_invariant", axis="rows", only=lambda case: case.more == 4),
         Relation(name="chunk_invariant", axis="rows in chunks", hook=row_chunks, only=lambda case: case.layers == 1),
     ),
-    candidates=_candidate("exact_layers"),
+    candidates=_candidate("deeptwin.optimized.bounded_replay:exact_layers_vectorised"),
     peers=(
         replace(
-            _peer("exact_by_measurement", "outputs of a decoder of hashes with and without truncation, compared"),
+            _peer(
+                "deeptwin.parity.peers.bounded_replay:exact_by_measurement",
+                "outputs of a decoder of hashes with and without truncation, compared",
+            ),
             only=lambda case: sum(case.lengths) < 400,
         ),
     ),
@@ -405,8 +412,13 @@ LOAD = Op(
         Relation(name="batch_invariant", axis="sequences", hook=one_load, only=small),
         Relation(name="page_permutation", axis="states", hook=other_states, only=small),
     ),
-    candidates=_candidate("ring_load_plan"),
-    peers=(_peer("plan_from_slots", "read off the ring slots that `window` names for every history row"),),
+    candidates=_candidate("deeptwin.optimized.bounded_replay:ring_load_plan_vectorised"),
+    peers=(
+        _peer(
+            "deeptwin.parity.peers.bounded_replay:plan_from_slots",
+            "read off the ring slots that `window` names for every history row",
+        ),
+    ),
     mutants=(
         _mutant("load_over_the_ring_end", "U36", "a copy runs over the end of the ring"),
         _mutant("load_stale_keys", "U34", "positions below v are loaded from a stale ring"),
@@ -438,7 +450,7 @@ PREFILL = Op(
         Relation(name="masked_equals_absent", axis="truncation", hook=other_mode),
         Relation(name="causality", axis="later tokens", hook=later_tokens, only=short),
     ),
-    candidates=_candidate("replay_prefill"),
+    candidates=_candidate("deeptwin.optimized.bounded_replay:replay_prefill_vectorised"),
     mutants=(
         _mutant("prefill_not_cut", "U64", "decoder layers see the whole window"),
         _mutant("prefill_cut_from_the_chunk_end", "U71", "N is the end of the chunk: steps move the cut"),

@@ -482,7 +482,7 @@ def tiny(case: StateCase) -> bool:
 
 
 def _candidate(function: str) -> tuple[Candidate, ...]:
-    return (Candidate(name="array", function=f"deeptwin.optimized.prefix_cache:{function}", archs=("cpu",)),)
+    return (Candidate(name="array", function=function, archs=("cpu",)),)
 
 
 REPEATS = Relation(name="run_to_run", axis="repeats")
@@ -501,7 +501,7 @@ KEYS = Op(
         Relation(name="chunk_invariant", axis="requests in chunks", hook=row_chunks, only=plain),
         Relation(name="causality", axis="later tokens", hook=later_tokens, only=plain),
     ),
-    candidates=_candidate("block_keys_array"),
+    candidates=_candidate("deeptwin.optimized.prefix_cache:block_keys_array"),
     peers=(
         Peer(
             name="sha256_written_out",
@@ -541,7 +541,7 @@ HITS = Op(
         Relation(name="batch_invariant", axis="requests", hook=None, only=plain),
         Relation(name="page_permutation", axis="stored keys", hook=other_order, only=plain),
     ),
-    candidates=_candidate("prefix_hits_array"),
+    candidates=_candidate("deeptwin.optimized.prefix_cache:prefix_hits_array"),
     mutants=(
         _mutant("hits_leave_nothing", "U35", "a prompt that is all cached computes no token"),
         _mutant("hits_leave_one_token", "U64", "the hit reaches into the last K tokens"),
@@ -569,7 +569,7 @@ POOL = Op(
         REPEATS,
         Relation(name="masked_equals_absent", axis="lines that were not done", hook=done_lines),
     ),
-    candidates=_candidate("pool_run_array"),
+    candidates=_candidate("deeptwin.optimized.prefix_cache:pool_run_array"),
     mutants=(
         _mutant("pool_last_freed_first", "R7", "free blocks are a stack"),
         _mutant("pool_tables_freed_forwards", "R7", "a table frees its first block first"),
@@ -599,7 +599,7 @@ PERSIST = Op(
         Relation(name="batch_invariant", axis="requests", only=tiny),
         Relation(name="page_permutation", axis="states", hook=moved_states, only=tiny),
     ),
-    candidates=_candidate("persist_state_array"),
+    candidates=_candidate("deeptwin.optimized.prefix_cache:persist_state_array"),
     mutants=(
         _mutant("persist_in_slot_order", "U36", "windows are stored in the order of their slots"),
         _mutant("persist_stale_before_0", "U74", "positions below 0 are read from the ring"),
@@ -628,7 +628,7 @@ RESTORE = Op(
             name="layout_round_trip", axis="store and restore", hook=stored_again, partner="persist_state", only=tiny
         ),
     ),
-    candidates=_candidate("restore_state_array"),
+    candidates=_candidate("deeptwin.optimized.prefix_cache:restore_state_array"),
     mutants=(
         _mutant("restore_in_slot_order", "U36", "stored records go to slot 0 and on"),
         _mutant("restore_before_0", "U79", "positions below 0 are written"),
@@ -684,7 +684,7 @@ SERVE = Op(
         replace(REPEATS, only=lambda case: case.block == 2),
         Relation(name="batch_invariant", axis="requests served before", hook=without_history),
     ),
-    candidates=_candidate("serve_prefixes_cached"),
+    candidates=_candidate("deeptwin.optimized.prefix_cache:serve_prefixes_cached"),
     mutants=(
         _mutant("server_stale_windows", "U34", "after a hit the windows of the request before are read"),
         _mutant("server_windows_not_restored", "U35", "after a hit the windows begin empty, and nothing says so"),
