@@ -336,8 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=300)
     parser.add_argument("--puts", type=int, default=6)
     chosen = parser.parse_args(arguments)
-    sizes = {"rounds": chosen.rounds, "size": chosen.size, "puts": chosen.puts}
-    found, noticed = measure(**sizes), controls(**sizes)
+    found = measure(rounds=chosen.rounds, size=chosen.size, puts=chosen.puts)
+    # what is never synced survives in more ways than can be walked through
+    noticed = controls(rounds=chosen.rounds, size=chosen.size, puts=min(chosen.puts, 3))
     for tally in [*found, *noticed]:
         sys.stdout.write(tally.line() + "\n")
     crashes, wrong, lost = (sum(getattr(tally, name) for tally in found) for name in ("crashes", "wrong", "lost"))

@@ -1,4 +1,4 @@
-"""How far bounded replay is from exact prefill, row by row behind the cut: measured on the tiny stack, never gated.
+"""How far bounded replay is from exact prefill, row by row behind the cut: measured on tiny stacks, never gated.
 
 `python -m deeptwin.parity.replay_table` prints one row for each distance d = p - (N - K) with the relative error of
 the outputs after every decoder layer. Global keys are exact in all modes, so the error is that of windows alone; from
@@ -35,14 +35,14 @@ class Row:
     equal: tuple[bool, ...]  # bit by bit, for every seed
 
 
-def errors(*, length: int, keep: int, seeds: int) -> list[Row]:
+def errors(*, stack: str, length: int, keep: int, seeds: int) -> list[Row]:
     """The kept rows of prompts of `length` tokens, against the same prompts without truncation."""
     found: list[list[list[float]]] = []
     equal: list[list[list[bool]]] = []
     with fixed_numerics():
         for seed in range(seeds):
             inputs = draw_run(
-                RunCase(config="tiny", lengths=(length,), free=True), np.random.Generator(np.random.Philox(seed))
+                RunCase(config=stack, lengths=(length,), free=True), np.random.Generator(np.random.Philox(seed))
             )
             map_ = inputs["config"].topology
             depths = range(map_.boundary + 1, len(inputs["layers"]) + 1)
@@ -90,15 +90,22 @@ def rendered(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table; with --out, keep it as JSON as well."""
     parser = argparse.ArgumentParser(prog="python -m deeptwin.parity.replay_table", description=__doc__)
+    parser.add_argument("--stack", choices=("tiny", "deep"), default="deep", help="3 or 10 decoder layers")
     parser.add_argument("--length", type=int, default=48)
     parser.add_argument("--keep", type=int, default=14)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None)
     chosen = parser.parse_args(arguments)
-    rows = errors(length=chosen.length, keep=chosen.keep, seeds=chosen.seeds)
+    rows = errors(stack=chosen.stack, length=chosen.length, keep=chosen.keep, seeds=chosen.seeds)
     sys.stdout.write(rendered(rows) + "\n")
     if chosen.out is not None:
-        record = {"length": chosen.length, "keep": chosen.keep, "seeds": chosen.seeds, "torch": torch.__version__}
+        record = {
+            "stack": chosen.stack,
+            "length": chosen.length,
+            "keep": chosen.keep,
+            "seeds": chosen.seeds,
+            "torch": torch.__version__,
+        }
         write_json(chosen.out, record | {"rows": [asdict(row) for row in rows]})
     return 0
 

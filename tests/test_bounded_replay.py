@@ -201,7 +201,7 @@ def test_a_row_without_keys_has_finite_outputs_on_the_stack() -> None:
 
 def test_the_error_falls_to_zero_at_the_cone_of_the_tiny_stack() -> None:
     """The second verdict: reported, never gated as equal; what is gated is where it must vanish, and that it exists."""
-    rows = replay_table.errors(length=26, keep=14, seeds=1)
+    rows = replay_table.errors(stack="tiny", length=26, keep=14, seeds=1)
     assert [row.distance for row in rows] == list(range(14))
     for layer in range(3):
         edge = (layer + 1) * 3
