@@ -14,6 +14,7 @@ from deeptwin.reference.bounded_replay import rebuild_rows
 from deeptwin.reference.config import SlidingWindow, Truncation
 
 from ..card import Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..pairing import every_pair
 from ..relations import Context, Variant, row_chunks
 from ..rules import Bitwise
 from .window import WindowCase, batch
@@ -164,7 +165,7 @@ def cases_prefill(full: bool) -> list[PromptCase]:
     if full:
         found += [
             replace(base, truncation=t, steps=s, window=w, spare=b, cached=c, more=m)
-            for t, s, w, b, c, m in product(("off", "mask", "compact"), STEPS, (1, 3), (0, 4), (0, 5), (0, 9))
+            for t, s, w, b, c, m in every_pair(("off", "mask", "compact"), tuple(STEPS), (1, 3), (0, 4), (0, 5), (0, 9))
         ]
     return _unique(found)
 
