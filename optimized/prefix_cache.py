@@ -482,7 +482,7 @@ class PrefixStore:
     """Entries in files, named by their keys; a file says which entry it is and is believed only whole.
 
     A put writes beside the entry, syncs, renames, and syncs the folder. Whatever a crash leaves, a reader finds the
-    entry as it was put, or none.
+    entry as it was put, or none. A folder belongs to one process at a time.
     """
 
     def __init__(self, folder: Path, *, disk: Disk | None = None) -> None:

@@ -105,6 +105,16 @@ def test_the_first_layer_alone_has_exact_rows_with_140_kept() -> None:
     assert count.tolist() == [0] * 987 + [1] * 13
 
 
+@pytest.mark.parametrize(("keep", "exact"), [(2541, True), (2540, False)])
+def test_2541_tokens_rebuild_20_layers_and_2540_do_not(keep: int, exact: bool) -> None:
+    """The last window of keys of the last layer, which are outputs of the 19th, and its last output."""
+    rows = torch.arange(2600 - 128, 2600, dtype=torch.int32)
+    config = replace(RELEASED, keep=keep)
+    count = exact_layers(rows, torch.zeros_like(rows), ints(2600), config=config, layers=20)
+    assert bool((count >= 19).all()) == exact
+    assert (int(count[-1]) == 20) == exact
+
+
 @pytest.mark.parametrize(("window", "layers"), [(4, 2), (4, 3), (3, 4)])
 def test_the_tokens_of_an_exact_rebuild_are_the_least(window: int, layers: int) -> None:
     """The keys of the last layer's last window are exact with that K and not with one less."""
