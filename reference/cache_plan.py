@@ -12,7 +12,7 @@ from math import lcm
 from torch import Tensor
 
 from .checks import expect_shape
-from .config import INDEX_FP4, KV_FP4, KV_FP8, RECORD_FORMATS, RecordFormat
+from .config import INDEX_FP4, KV_FP4, KV_FP8, RECORD_FORMATS, PageLayout, RecordFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,21 @@ def cache_view(block_pq: Tensor, piece: Piece) -> Tensor:
         raise ValueError(f"block_pq: expected {piece.offset + piece.size} bytes or more, got {block_pq.shape[1]}")
     flat_pq = block_pq[:, piece.offset : piece.offset + piece.size]
     return flat_pq.view(len(block_pq), piece.entries, piece.size // piece.entries)
+
+
+def encoder_rings(plan: CachePlan) -> list[Piece]:
+    """The parts of a state that outlive a request: rings of encoder layers."""
+    return [piece for piece in state_pieces(plan) if piece.name == "ring" and piece.layer < plan.encoder_layers]
+
+
+def record_bytes(piece: Piece, slot: int, *, fmt: RecordFormat, layout: PageLayout) -> tuple[slice, slice]:
+    """Where the codes and the scales of a slot stand in a page or state."""
+    data, scales = fmt.data_bytes, fmt.record_bytes - fmt.data_bytes
+    if layout is PageLayout.INTERLEAVED:
+        start = piece.offset + slot * fmt.record_bytes
+        return slice(start, start + data), slice(start + data, start + data + scales)
+    start, behind = piece.offset + slot * data, piece.offset + piece.entries * data + slot * scales
+    return slice(start, start + data), slice(behind, behind + scales)
 
 
 def _placed(rows: list[tuple[str, int, int, int]]) -> tuple[Piece, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .config import RECORD_FORMATS, CompressorConfig, RecordFormat
+from .config import RECORD_FORMATS, CompressorConfig, PoolAction, RecordFormat, StoreAction
 
 
 def expect_shape(name: str, x: torch.Tensor, letters: str, dims: dict[str, int]) -> None:
@@ -142,3 +142,75 @@ def expect_pooling_state(state_: torch.Tensor, width: int, config: CompressorCon
     if state_.dim() != 4 or state_.shape[2:] != (2, width) or state_.shape[1] < config.span - 1:
         wanted = f"[slots, ring of at least {config.span - 1}, 2, {width}]"
         raise ValueError(f"state_: expected {wanted}, got shape {tuple(state_.shape)}")
+
+
+def expect_lengths(length_b: torch.Tensor, dims: dict[str, int]) -> None:
+    """Raise unless there is a length, 0 or more, for every request."""
+    expect_shape("length_b", length_b, "b", dims)
+    expect_dtype("length_b", length_b, torch.int32, torch.int64)
+    if (length_b < 0).any():
+        raise ValueError(f"length_b: expected no negative lengths, got {length_b.tolist()}")
+
+
+def expect_key_sets(
+    keys_bnk: torch.Tensor, length_b: torch.Tensor, pages_sk: torch.Tensor, states_ik: torch.Tensor
+) -> dict[str, int]:
+    """The sizes of requests' keys and of stored ones; raise unless all are 32 bytes and lengths are 0 or more."""
+    dims = {"k": 32}
+    named = (("keys_bnk", keys_bnk, "bnk"), ("pages_sk", pages_sk, "sk"), ("states_ik", states_ik, "ik"))
+    for name, x, letters in named:
+        expect_shape(name, x, letters, dims)
+        expect_dtype(name, x, torch.uint8)
+    expect_lengths(length_b, dims)
+    return dims
+
+
+def expect_requests(tokens_bt: torch.Tensor, length_b: torch.Tensor) -> dict[str, int]:
+    """The sizes of a batch of requests; raise unless their tokens are none below 0, as many as there is room for."""
+    dims: dict[str, int] = {}
+    expect_shape("tokens_bt", tokens_bt, "bt", dims)
+    expect_dtype("tokens_bt", tokens_bt, torch.int32)
+    expect_lengths(length_b, dims)
+    expect_in_range("length_b", length_b, 0, dims["t"] + 1)
+    named_bt = torch.arange(dims["t"]) < length_b[:, None]
+    if (named_bt & (tokens_bt < 0)).any():
+        raise ValueError(f"tokens_bt: expected no negative tokens, got {int(tokens_bt[named_bt].min())}")
+    return dims
+
+
+def expect_states(name: str, state_sq: torch.Tensor, state_b: torch.Tensor, end_b: torch.Tensor) -> None:
+    """Raise unless `state_b` names states of bytes, and `end_b` says how many tokens are in each."""
+    dims: dict[str, int] = {}
+    expect_shape(name, state_sq, "sq", dims)
+    expect_dtype(name, state_sq, torch.uint8)
+    for part, x_b in (("state_b", state_b), ("end_b", end_b)):
+        expect_shape(part, x_b, "b", dims)
+        expect_dtype(part, x_b, torch.int32, torch.int64)
+    expect_in_range("state_b", state_b, 0, dims["s"])
+
+
+def expect_pool_script(script_nj: torch.Tensor, tables: int) -> None:
+    """Raise unless every line is a `PoolAction` on tables that exist and no negative number of tokens."""
+    expect_shape("script_nj", script_nj, "nj", {"j": 3})
+    expect_dtype("script_nj", script_nj, torch.int32)
+    expect_in_range("script_nj (action)", script_nj[:, 0], 0, len(PoolAction))
+    first, second = script_nj[:, 1], script_nj[:, 2]
+    on_block = (script_nj[:, 0] == PoolAction.PIN) | (script_nj[:, 0] == PoolAction.UNPIN)
+    expect_in_range("script_nj (table)", first[~on_block], 0, tables)
+    expect_in_range("script_nj (table)", second[script_nj[:, 0] == PoolAction.FORK], 0, tables)
+    expect_in_range("script_nj (tokens)", second[script_nj[:, 0] != PoolAction.FORK], 0, 2**31 - 1)
+
+
+def expect_store_script(script_nj: torch.Tensor, key_pk: torch.Tensor, payload_pq: torch.Tensor) -> None:
+    """Raise unless every line is a `StoreAction` on an entry with a key of 32 bytes and a payload."""
+    dims = {"j": 3, "k": 32}
+    expect_shape("script_nj", script_nj, "nj", dims)
+    expect_dtype("script_nj", script_nj, torch.int32)
+    for name, x, letters in (("key_pk", key_pk, "pk"), ("payload_pq", payload_pq, "pq")):
+        expect_shape(name, x, letters, dims)
+        expect_dtype(name, x, torch.uint8)
+    expect_in_range("script_nj (action)", script_nj[:, 0], 0, len(StoreAction))
+    expect_in_range("script_nj (entry)", script_nj[:, 1], 0, dims["p"])
+    expect_in_range("script_nj (number)", script_nj[:, 2], 0, 2**31 - 1)
+    swaps = script_nj[script_nj[:, 0] == StoreAction.SWAP]
+    expect_in_range("script_nj (entry)", swaps[:, 2], 0, dims["p"])

@@ -16,7 +16,7 @@ from deeptwin.reference.csa2_config import CastPoints, Csa2Config, tiny_csa2
 from deeptwin.reference.csa2_state import Csa2Batch, Csa2Caches
 from deeptwin.reference.quant import quantize
 from deeptwin.reference.rope import rope_frequencies, rope_table
-from deeptwin.reference.topology import V41_TOPOLOGY, LayerMode, Topology
+from deeptwin.reference.topology import TINY_TOPOLOGY, V41_TOPOLOGY, LayerMode, Topology
 from deeptwin.reference.weights import Csa2Weights
 
 from .. import draws
@@ -48,6 +48,9 @@ MICRO = Topology(
 # one layer: what a stack amplifies until faults drown in it is plain here
 MONO = replace(MICRO, ratios=(2,), kv_sources=(0,), index_sources=(0,), index_k_sources=(0,), candidate_source=None)
 
+# ten decoder layers: what a cut of the prompt does to the deeper ones
+DEEP = replace(TINY_TOPOLOGY, ratios=(0, 2, 2, *(1,) * 10), index_sources=(1, 3, 5, 9))
+
 
 def config_of(name: str, cast: str, layout: str, truncation: str = "off") -> Csa2Config:
     """A named configuration."""
@@ -57,6 +60,8 @@ def config_of(name: str, cast: str, layout: str, truncation: str = "off") -> Csa
     if name == "released":  # the layer map of V4.1-Flash over narrow rows
         narrow = replace(config, hidden=32, num_heads=2, q_rank=32)
         config = replace(narrow, window=128, page_tokens=128, topology=V41_TOPOLOGY)
+    if name == "deep":
+        config = replace(config, topology=DEEP)
     if name == "window":
         none = replace(MONO, ratios=(0,), kv_sources=(), index_sources=(), index_k_sources=())
         config = replace(config, topology=none)

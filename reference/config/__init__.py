@@ -71,8 +71,15 @@ from .formats import (
     ScaleKind,
     WeightCast,
 )
+from .prefix import PUT_STEPS, MissingState, PoolAction, PoolAnswer, PrefixConfig, StoreAction
 
 __all__ = [
+    "MissingState",
+    "PUT_STEPS",
+    "PoolAction",
+    "PoolAnswer",
+    "PrefixConfig",
+    "StoreAction",
     "VisionConfig",
     "ImagePlan",
     "TokenType",
