@@ -654,11 +654,13 @@ def account(
 
     Example: `deeptwin account v41-flash`
     """
-    from deeptwin.reference.presets import PRESETS, preset
+    from deeptwin.reference.presets import PRESETS, V41Config, preset
 
     from . import accounts
 
     config = preset(_choose("model", model.replace("-", "_"), list(PRESETS), f"One of {', '.join(PRESETS)}."))
+    if not isinstance(config, V41Config):
+        raise typer.BadParameter(f"expected a model of the V4.1 family, got {config.name}")
     if as_json:
         console.print_json(json.dumps(accounts.to_json(config)))
         return
