@@ -71,6 +71,7 @@ from .formats import (
     ScaleKind,
     WeightCast,
 )
+from .generations import FfnConfig, ResidualNorm, WeighExperts
 
 __all__ = [
     "VisionConfig",
@@ -91,6 +92,7 @@ __all__ = [
     "FP8_1X128",
     "FP8_1X128_UE8M0",
     "FP8_32X32",
+    "FfnConfig",
     "FusedStore",
     "GroupScore",
     "HCA128",
@@ -120,6 +122,7 @@ __all__ = [
     "ROUTER_V4_PRO",
     "RecordFormat",
     "RecordTap",
+    "ResidualNorm",
     "RopeConfig",
     "RopeSpan",
     "RouterConfig",
@@ -129,6 +132,7 @@ __all__ = [
     "SlidingWindow",
     "Truncation",
     "TwoCaches",
+    "WeighExperts",
     "WeightCast",
     "WeightSum",
     "YarnConfig",

@@ -9,11 +9,14 @@ from ..config import (
     FP8_1X128_UE8M0,
     FP8_128X128,
     ROUTER_V3,
+    FfnConfig,
     MlaConfig,
     MscaleRule,
     QuantFormat,
+    ResidualNorm,
     RopeConfig,
     RouterConfig,
+    WeighExperts,
     WeightCast,
     YarnConfig,
 )
@@ -52,6 +55,8 @@ class V3Config:
     expert_width: int
     weights: QuantFormat  # of all matrices but embedding, head and router
     activation: QuantFormat  # rows before their products
+    residual: ResidualNorm
+    weigh: WeighExperts
     max_positions: int
 
     def __post_init__(self) -> None:
@@ -67,6 +72,11 @@ class V3Config:
     def is_dense(self, layer: int) -> bool:
         """Whether the layer has one feed-forward network in place of experts; draft modules never do."""
         return layer < self.dense_layers
+
+    @property
+    def ffn(self) -> FfnConfig:
+        """What its experts compute with."""
+        return FfnConfig(router=self.router, swiglu_limit=None, weigh=self.weigh, quantised=None)
 
 
 V3_YARN = YarnConfig(
@@ -107,10 +117,18 @@ def v3() -> V3Config:
         expert_width=2048,
         weights=FP8_128X128,
         activation=FP8_1X128,
+        residual=ResidualNorm.ROUNDED,
+        weigh=WeighExperts.AFTER_DOWN,
         max_positions=163840,
     )
 
 
 def v32() -> V3Config:
     """DeepSeek-V3.2: V3 with an indexer in every layer; its weight scales are fp32, those of activations are not."""
-    return replace(v3(), name="v32", index=IndexSizes(heads=64, dim=128, topk=2048), activation=FP8_1X128_UE8M0)
+    return replace(
+        v3(),
+        name="v32",
+        index=IndexSizes(heads=64, dim=128, topk=2048),
+        activation=FP8_1X128_UE8M0,
+        residual=ResidualNorm.UNROUNDED,
+    )
