@@ -39,7 +39,6 @@ class MlaWeights:
             ValueError: a name is missing, or a shape is not the one of `config`.
         """
         n, u, a = config.nope_dim, config.value_dim, config.q_lora_rank
-
         take = partial(take_tensor, state, prefix)
         heads, m, c = config.num_heads, config.hidden, config.kv_lora_rank
         w_q = take("q_b_proj.weight" if a else "q_proj.weight", heads * config.head_dim, a or m)
