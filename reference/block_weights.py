@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .presets import V3Config, V4Config
-from .weights import ExpertWeights, MlaWeights, take_tensor
+from .weights import ExpertWeights, MlaWeights, _take
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,9 +72,9 @@ class V3BlockWeights:
         m = config.hidden
         dense = config.is_dense(layer)
         return cls(
-            attn_norm_m=take_tensor(state, prefix, "input_layernorm.weight", m),
+            attn_norm_m=_take(state, prefix, "input_layernorm.weight", m),
             attention=MlaWeights.from_state_dict(state, prefix=prefix + "self_attn.", config=config.attention),
-            ffn_norm_m=take_tensor(state, prefix, "post_attention_layernorm.weight", m),
+            ffn_norm_m=_take(state, prefix, "post_attention_layernorm.weight", m),
             ffn=gated_weights(state, f"{prefix}mlp.", m, config.dense_width)
             if dense
             else moe_weights(state, f"{prefix}mlp.", config, table=False),
@@ -83,8 +83,8 @@ class V3BlockWeights:
 
 def gated_weights(state: Mapping[str, Tensor], prefix: str, m: int, f: int) -> GatedWeights:
     """A gated network stored as three matrices `prefix + "gate_proj.weight"` and so on."""
-    gate, up = (take_tensor(state, prefix, f"{name}_proj.weight", f, m) for name in ("gate", "up"))
-    return GatedWeights(w13_im=torch.cat([gate, up]), w2_mf=take_tensor(state, prefix, "down_proj.weight", m, f))
+    gate, up = (_take(state, prefix, f"{name}_proj.weight", f, m) for name in ("gate", "up"))
+    return GatedWeights(w13_im=torch.cat([gate, up]), w2_mf=_take(state, prefix, "down_proj.weight", m, f))
 
 
 def moe_weights(state: Mapping[str, Tensor], prefix: str, config: V3Config | V4Config, *, table: bool) -> MoeWeights:
@@ -96,9 +96,9 @@ def moe_weights(state: Mapping[str, Tensor], prefix: str, config: V3Config | V4C
     m, f, e = config.hidden, config.expert_width, config.router.num_experts
     topk, shared = config.router.topk, config.shared_experts * f
     return MoeWeights(
-        gate_em=take_tensor(state, prefix, "gate.weight", e, m),
-        bias_e=None if table else take_tensor(state, prefix, "gate.e_score_correction_bias", e),
-        table_vk=take_tensor(state, prefix, "gate.tid2eid", config.vocab_size, topk) if table else None,
+        gate_em=_take(state, prefix, "gate.weight", e, m),
+        bias_e=None if table else _take(state, prefix, "gate.e_score_correction_bias", e),
+        table_vk=_take(state, prefix, "gate.tid2eid", config.vocab_size, topk) if table else None,
         experts=_stacked(state, prefix + "experts.", e, m, f),
         shared=gated_weights(state, prefix + "shared_experts.", m, shared),
     )
@@ -107,8 +107,8 @@ def moe_weights(state: Mapping[str, Tensor], prefix: str, config: V3Config | V4C
 def _stacked(state: Mapping[str, Tensor], prefix: str, e: int, m: int, f: int) -> PlainExperts:
     if prefix + "gate_up_proj" in state:
         return PlainExperts(
-            w13_eim=take_tensor(state, prefix, "gate_up_proj", e, 2 * f, m),
-            w2_emf=take_tensor(state, prefix, "down_proj", e, m, f),
+            w13_eim=_take(state, prefix, "gate_up_proj", e, 2 * f, m),
+            w2_emf=_take(state, prefix, "down_proj", e, m, f),
         )
     each = [gated_weights(state, f"{prefix}{expert}.", m, f) for expert in range(e)]
     return PlainExperts(

@@ -39,7 +39,8 @@ class MlaWeights:
             ValueError: a name is missing, or a shape is not the one of `config`.
         """
         n, u, a = config.nope_dim, config.value_dim, config.q_lora_rank
-        take = partial(take_tensor, state, prefix)
+
+        take = partial(_take, state, prefix)
         heads, m, c = config.num_heads, config.hidden, config.kv_lora_rank
         w_q = take("q_b_proj.weight" if a else "q_proj.weight", heads * config.head_dim, a or m)
         w_kv_b_hdc = take("kv_b_proj.weight", heads * (n + u), c).view(heads, n + u, c)
@@ -156,7 +157,7 @@ class EngramWeights:
         """
         outputs, inputs = (config.streams + 1) * config.hidden, config.embed_dim
 
-        take = partial(take_tensor, state, prefix)
+        take = partial(_take, state, prefix)
         return cls(
             wkv_um=take("wkv.weight", outputs, inputs),
             wkv_sf_ig=take("wkv.scale", -(-outputs // 32), inputs // 32).view(torch.uint8),
@@ -287,12 +288,7 @@ class VisionWeights:
     b_out_f: Tensor
 
 
-def take_tensor(state: Mapping[str, Tensor], prefix: str, name: str, *shape: int) -> Tensor:
-    """The tensor called `prefix + name`.
-
-    Raises:
-        ValueError: there is none, or it has another shape.
-    """
+def _take(state: Mapping[str, Tensor], prefix: str, name: str, *shape: int) -> Tensor:
     if prefix + name not in state:
         raise ValueError(f"state: expected {prefix + name}, got only {sorted(state)[:4]} ...")
     if state[prefix + name].shape != shape:
