@@ -8,7 +8,7 @@ What a tap hears, in this order; names in brackets where the generation has them
 
     [engram.stream]                                     streams behind the n-gram memory (V4.1)
     [attn.pre, attn.post, attn.comb] attn.x attn.norm   coefficients of the site, what is read, normalised
-    [attn.index]                                        the selected keys or entries
+    [attn.scores, attn.picks]                           what the indexer made of keys or entries, and its selection
     attn.out stream.attn                                the sub-layer's output, and what passes by with it added
     [ffn.pre ...] ffn.x ffn.norm                        the same of the second sub-layer
     [ffn.logits, ffn.experts, ffn.weights]              the router
@@ -24,11 +24,13 @@ from .block_ffn import gated, routed_ffn
 from .block_weights import GatedWeights, V3BlockWeights
 from .checks import expect_shape
 from .config import ResidualNorm
+from .dsa import dsa_attention, dsa_picks, dsa_project
 from .mla import mla_naive
 from .numerics import CONTRACT, Numerics
 from .presets import V3Config
 from .rms_norm import rms_norm
 from .taps import Tap, ignore, under
+from .weights import MlaWeights
 
 
 def block_v3(
@@ -65,7 +67,7 @@ def block_v3(
     expect_shape("y_tm", y_tm, "tm", dims)
     position_t = torch.arange(dims["t"], device=h_tm.device)
     h_tm, x_tm = v3_enter(h_tm, y_tm, weights.attn_norm_m, config=config, dtype=dtype, num=num, tap=under("attn.", tap))
-    a_tm = mla_naive(x_tm, weights.attention, position_t, table_sr, config=config.attention, dtype=dtype, num=num)
+    a_tm = _attention_v3(x_tm, weights, table_sr, config, dtype, num, under("attn.", tap))
     tap("attn.out", a_tm)
     h_tm, x_tm = v3_enter(h_tm, a_tm, weights.ffn_norm_m, config=config, dtype=dtype, num=num, tap=under("ffn.", tap))
     tap("stream.attn", h_tm)
@@ -97,3 +99,23 @@ def v3_enter(
     x_tm = rms_norm(x_tm, norm_m, eps=config.norm_eps, cast=config.attention.weight_cast, dtype=dtype, num=num)
     tap("norm", x_tm)
     return h_tm, x_tm
+
+
+def _attention_v3(
+    x_tm: Tensor,
+    weights: V3BlockWeights,
+    table_sr: Tensor,
+    config: V3Config,
+    dtype: torch.dtype,
+    num: Numerics,
+    tap: Tap,
+) -> Tensor:
+    where = (torch.arange(len(x_tm), device=x_tm.device), table_sr)
+    if isinstance(weights.attention, MlaWeights):
+        return mla_naive(x_tm, weights.attention, *where, config=config.attention, dtype=dtype, num=num)
+    dsa, own = config.dsa, weights.attention
+    _, latent_ta, state = dsa_project(x_tm, own, *where, config=dsa, dtype=dtype, num=num)
+    picks_tk, scores_ts = dsa_picks(x_tm, latent_ta, own, *where, state, config=dsa, dtype=dtype, num=num)
+    tap("scores", scores_ts)
+    tap("picks", picks_tk)
+    return dsa_attention(x_tm, own, *where, picks_tk, config=dsa, dtype=dtype, num=num)

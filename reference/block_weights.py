@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .dsa_state import DsaWeights
 from .presets import V3Config, V4Config
 from .weights import ExpertWeights, MlaWeights, _take
 
@@ -53,7 +54,7 @@ class V3BlockWeights:
     """Weights of one block of V3."""
 
     attn_norm_m: Tensor
-    attention: MlaWeights
+    attention: MlaWeights | DsaWeights
     ffn_norm_m: Tensor
     ffn: GatedWeights | MoeWeights
 
@@ -69,11 +70,13 @@ class V3BlockWeights:
         Raises:
             ValueError: a name is missing, or a shape is not the one of `config`.
         """
-        m = config.hidden
+        m, own = config.hidden, prefix + "self_attn."
         dense = config.is_dense(layer)
         return cls(
             attn_norm_m=_take(state, prefix, "input_layernorm.weight", m),
-            attention=MlaWeights.from_state_dict(state, prefix=prefix + "self_attn.", config=config.attention),
+            attention=MlaWeights.from_state_dict(state, prefix=own, config=config.attention)
+            if config.index is None
+            else DsaWeights.from_state_dict(state, prefix=own, config=config.dsa),
             ffn_norm_m=_take(state, prefix, "post_attention_layernorm.weight", m),
             ffn=gated_weights(state, f"{prefix}mlp.", m, config.dense_width)
             if dense

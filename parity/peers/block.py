@@ -21,10 +21,15 @@ Stages = dict[str, Tensor]
 
 def build(config: V3Config, *, seed: int) -> Any:
     """The model in fp32 with all its parameters and buffers drawn from `seed`."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    import transformers
 
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**_v3_fields(config)))
-    return _drawn(model, seed)
+    fields, generation = _v3_fields(config), "V3"
+    if config.index is not None:
+        fields |= {f"index_{name}": getattr(config.index, name) for name in ("topk",)}
+        fields |= {"index_n_heads": config.index.heads, "index_head_dim": config.index.dim}
+        generation = "V32"
+    made = getattr(transformers, f"Deepseek{generation}Config")(**fields)
+    return _drawn(getattr(transformers, f"Deepseek{generation}ForCausalLM")(made), seed)
 
 
 def _drawn(model: Any, seed: int) -> Any:
