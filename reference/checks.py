@@ -82,7 +82,7 @@ def expect_writer(name: str, cache_pow: torch.Tensor, fmt: RecordFormat | None) 
     writers = RECORD_WRITERS.get(found.record_bytes, (found,))
     if fmt is None and len(writers) == 1:
         return found
-    if fmt not in writers:
+    if fmt is None or fmt not in writers:
         known = ", ".join(writer.name for writer in writers)
         raise ValueError(f"fmt: expected {known} for records of {found.record_bytes} bytes, got {fmt and fmt.name}")
     return fmt

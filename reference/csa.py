@@ -22,7 +22,7 @@ from .checks import expect_shape
 from .config import IndexCast, V4AttnConfig, V4Kind
 from .csa2_state import Csa2Batch, Csa2Step
 from .hadamard import hadamard
-from .indexer import index_visible, index_weights, score_rows
+from .indexer import index_weights, score_rows
 from .kv_cache import load_records, store_records
 from .numerics import CONTRACT, Numerics
 from .quant import fake_quantize
@@ -158,9 +158,7 @@ def csa_attention(
             x_tm, latent_ta, weights, table_sr, positions_t, index_yd, rows_tj, config=config, num=num
         )
     picked_tk = _picked(rows_tj, picks_tk)
-    out_thd = attend_values(
-        q_thd, key_td, entry_yd, picked_tk, positions_t, weights.sink_h, config=config, num=num
-    )
+    out_thd = attend_values(q_thd, key_td, entry_yd, picked_tk, positions_t, weights.sink_h, config=config, num=num)
     return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num)
 
 
@@ -200,9 +198,7 @@ def csa_run(
     y_tm = torch.zeros_like(num.wide(x_tm))
     for step, row_t in batch.steps():
         picks = None if picks_tk is None else picks_tk[row_t]
-        y_tm[row_t] = csa_step_(
-            num.wide(x_tm)[row_t], weights, table_sr, caches, step, picks, config=config, num=num
-        )
+        y_tm[row_t] = csa_step_(num.wide(x_tm)[row_t], weights, table_sr, caches, step, picks, config=config, num=num)
     parts = (caches.main_pow, caches.pool, caches.index_pow, caches.index_pool)
     main_pow, pool, index_pow, index_pool = (owned(part, "caches") for part in parts)
     return y_tm, caches.ring_pow, main_pow, pool, index_pow, index_pool

@@ -7,8 +7,6 @@ where there is a compressor, base 10000 without.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,6 @@ from .compressor import compress, compress_decode, compress_prefill, compress_pr
 from .config import (
     FP8_1X128_UE8M0,
     FP8_128X128_UE8M0,
-    CompressorConfig,
     HeadNorm,
     OutputCast,
     PageLayout,
@@ -73,7 +70,9 @@ def v4_project(
     expect_shape("x_tm", x_tm, "tm", {"t": len(positions_t), "m": config.hidden})
     latent_ta = _norm(product(x_tm, weights.wq_a, weights.wq_a_sf, num=num), weights.q_norm_a, config, num)
     q_tk = product(latent_ta, weights.wq_b, weights.wq_b_sf, num=num)
-    q_thd = head_norm(q_tk.unflatten(1, (config.num_heads, config.head_dim)), cast=config.head_norm, eps=config.eps, num=num)
+    q_thd = head_norm(
+        q_tk.unflatten(1, (config.num_heads, config.head_dim)), cast=config.head_norm, eps=config.eps, num=num
+    )
     key_td = _norm(product(x_tm, weights.wkv, weights.wkv_sf, num=num), weights.kv_norm_d, config, num)
     key_td = rotated(key_td[:, None], table_sr, positions_t, num=num)[:, 0]
     return rotated(q_thd, table_sr, positions_t, num=num), key_td, latent_ta
@@ -303,9 +302,7 @@ def attend_records_(
         step.positions_t, step.seq_t, step.first_b, step.offset_b, step.known_b, step.valid_b, config=window
     )
     window_sd = torch.cat([past_sd, rows_td])
-    return two_cache_attn(
-        q_thd, window_sd, seen_tk, main_pow, slot_tk, sink_h, caches=caches, dtype=dtype, num=num
-    )[0]
+    return two_cache_attn(q_thd, window_sd, seen_tk, main_pow, slot_tk, sink_h, caches=caches, dtype=dtype, num=num)[0]
 
 
 def entry_slots(step: Csa2Step, *, config: V4AttnConfig) -> Tensor:
@@ -345,8 +342,11 @@ def _norm(x_tm: Tensor, weight_m: Tensor, config: V4AttnConfig, num: Numerics) -
 
 
 def _tail(
-    pooled_yd: Tensor, entry_y: Tensor, weights: CompressorWeights, table_sr: Tensor, config: V4AttnConfig, num: Numerics
+    pooled_yd: Tensor,
+    entry_y: Tensor,
+    weights: CompressorWeights,
+    table_sr: Tensor,
+    config: V4AttnConfig,
+    num: Numerics,
 ) -> Tensor:
-    return compress_tail(
-        pooled_yd, weights.norm_c, table_sr, entry_y, ratio=config.ratio, eps=config.eps, num=num
-    )[1]
+    return compress_tail(pooled_yd, weights.norm_c, table_sr, entry_y, ratio=config.ratio, eps=config.eps, num=num)[1]

@@ -97,8 +97,12 @@ from .v4 import (
 )
 
 __all__ = [
+    "FP8_1X64",
+    "FP8_1X64_SCALE_FLOOR",
     "HeadNorm",
     "IndexCast",
+    "KV_V4",
+    "KV_V4_FMLA",
     "OutputCast",
     "V4AttnConfig",
     "V4Kind",
@@ -131,8 +135,6 @@ __all__ = [
     "EngramLayout",
     "FP8_128X128",
     "FP8_128X128_UE8M0",
-    "FP8_1X64",
-    "FP8_1X64_SCALE_FLOOR",
     "FP8_1X128",
     "FP8_1X128_UE8M0",
     "FP8_32X32",
@@ -142,8 +144,6 @@ __all__ = [
     "INDEX_FP4",
     "KV_FP4",
     "KV_FP8",
-    "KV_V4",
-    "KV_V4_FMLA",
     "MHC_V4",
     "MHC_V41",
     "MXFP4",

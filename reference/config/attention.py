@@ -131,6 +131,7 @@ class FusedStore:
     eps: float
     layout: PageLayout
     tap: RecordTap
+    fmt: RecordFormat | None = None  # one of RECORD_WRITERS where these know the width of the cache
 
     def __post_init__(self) -> None:
         if not self.eps > 0:

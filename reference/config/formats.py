@@ -57,10 +57,6 @@ class QuantFormat:
 Q8 = QuantFormat(name="q8", rows=1, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
 Q4I = QuantFormat(name="q4i", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
 Q4K = QuantFormat(name="q4k", rows=1, group=16, code=CodeKind.E2M1, scale=ScaleKind.E4M3, amax_floor=6 * 2.0**-9)
-FP8_1X64 = QuantFormat(name="fp8_1x64", rows=1, group=64, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
-FP8_1X64_SCALE_FLOOR = QuantFormat(
-    name="fp8_1x64_scale_floor", rows=1, group=64, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=448e-4
-)
 FP8_1X128 = QuantFormat(name="fp8_1x128", rows=1, group=128, code=CodeKind.E4M3, scale=ScaleKind.F32, amax_floor=1e-4)
 FP8_1X128_UE8M0 = QuantFormat(
     name="fp8_1x128_ue8m0", rows=1, group=128, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4
@@ -74,6 +70,7 @@ FP8_128X128_UE8M0 = QuantFormat(
 FP8_32X32 = QuantFormat(name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
 MXFP4 = QuantFormat(name="mxfp4", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
 
+FP8_1X64 = QuantFormat(name="fp8_1x64", rows=1, group=64, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
 # a scale of at least 1e-4 before it is rounded up is an amax of at least 448e-4: both give 2^-13
 FP8_1X128_POW2 = QuantFormat(
     name="fp8_1x128_pow2", rows=1, group=128, code=CodeKind.E4M3, scale=ScaleKind.POW2_F32, amax_floor=1e-4
@@ -82,6 +79,9 @@ FP8_1X128_POW2_SCALE_FLOOR = QuantFormat(
     name="fp8_1x128_pow2_scale_floor", rows=1, group=128, code=CodeKind.E4M3, scale=ScaleKind.POW2_F32,
     amax_floor=448e-4
 )  # fmt: skip
+FP8_1X64_SCALE_FLOOR = QuantFormat(
+    name="fp8_1x64_scale_floor", rows=1, group=64, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=448e-4
+)
 
 QUANT_FORMATS = {
     f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, FP8_128X128_UE8M0, FP8_32X32, MXFP4)
@@ -108,8 +108,9 @@ class RecordFormat:
     def __post_init__(self) -> None:
         if self.channels <= 0 or self.channels % self.quant.group:
             raise ValueError(f"channels: expected a positive multiple of {self.quant.group}, got {self.channels}")
-        if self.tail < 0:
-            raise ValueError(f"tail: expected 0 or more channels, got {self.tail}")
+        for name in ("tail", "pad"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
 
     @property
     def width(self) -> int:
@@ -123,7 +124,7 @@ class RecordFormat:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of one entry and their pad: four a scale as fp32 numbers, otherwise one."""
+        """Bytes of the scales of one entry, four each as fp32 numbers, otherwise one, and of their pad."""
         wide = self.quant.scale in (ScaleKind.F32, ScaleKind.POW2_F32)
         return self.channels // self.quant.group * (4 if wide else 1) + self.pad
 
@@ -141,7 +142,7 @@ KV_V32_FMLA = RecordFormat(name="kv_v32_fmla", channels=512, tail=64, quant=FP8_
 KV_V32_DEMO = RecordFormat(name="kv_v32_demo", channels=512, tail=64, quant=FP8_1X128_POW2)  # release code
 INDEX_FP8_POW2 = RecordFormat(name="index_fp8_pow2", channels=128, quant=FP8_1X128_POW2)  # release code of V3.2
 INDEX_FP8_F32 = RecordFormat(name="index_fp8_f32", channels=128, quant=FP8_1X128)  # scales as they are
-# V4: 584 bytes of a window key or an entry; pages are sectioned. FlashMLA floors scales at 1e-4, so at 2^-13
+# V4: 584 bytes of a window key or an entry, in sectioned pages
 KV_V4 = RecordFormat(name="kv_v4", channels=448, tail=64, pad=1, quant=FP8_1X64)  # release code, SGLang
 KV_V4_FMLA = RecordFormat(name="kv_v4_fmla", channels=448, tail=64, pad=1, quant=FP8_1X64_SCALE_FLOOR)  # FlashMLA's
 
