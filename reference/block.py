@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from .block_ffn import gated, routed_ffn
-from .block_weights import GatedWeights, V3BlockWeights
+from .block_weights import V3BlockWeights
 from .checks import expect_shape
 from .config import ResidualNorm
 from .dsa import dsa_attention, dsa_picks, dsa_project
+from .ffn_weights import GatedWeights
 from .mla import mla_naive
 from .numerics import CONTRACT, Numerics
 from .presets import V3Config

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .block_weights import GatedWeights, MoeWeights, PlainExperts
 from .checks import expect_dtype, expect_in_range, expect_shape
 from .config import FfnConfig, WeighExperts
+from .ffn_weights import GatedWeights, MoeWeights, PlainExperts
 from .linear import linear
 from .moe import moe
 from .numerics import CONTRACT, Numerics

@@ -1,52 +1,19 @@
-"""Containers: the feed-forward weights of a block, and whole blocks of every generation. Nothing here computes."""
+"""Containers: the weights of whole blocks, with their names in checkpoints. Nothing here computes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from .config import EngramConfig
+from .csa2_config import Csa2Config
 from .dsa_state import DsaWeights
-from .presets import V3Config, V4Config
-from .weights import ExpertWeights, MlaWeights, _take
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GatedWeights:
-    """Plain weights of one gated network: gate above up, and down."""
-
-    w13_im: Tensor
-    w2_mf: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlainExperts:
-    """Plain weights of routed experts: gate above up, and down."""
-
-    w13_eim: Tensor
-    w2_emf: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MoeWeights:
-    """A router and its experts; a router has a bias or a table of token ids, and in V4.1 a bias for images too."""
-
-    gate_em: Tensor
-    bias_e: Tensor | None
-    table_vk: Tensor | None
-    experts: PlainExperts | ExpertWeights
-    shared: GatedWeights | ExpertWeights
-    bias_vl_e: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if (self.bias_e is None) == (self.table_vk is None):
-            raise ValueError(
-                f"bias_e: expected either a bias or a table, got {'no' if self.bias_e is None else 'both'}"
-            )
-        if isinstance(self.experts, PlainExperts) != isinstance(self.shared, GatedWeights):
-            raise ValueError("shared: expected plain or quantised weights as for the experts, got the other")
+from .ffn_weights import GatedWeights, MoeSizes, MoeWeights, gated_weights, moe_weights, released_moe
+from .presets import V3Config, V4Config, V41Config
+from .v4_weights import V4Weights
+from .weights import Csa2Weights, EngramWeights, MhcSite, MlaWeights, _take
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,36 +51,93 @@ class V3BlockWeights:
         )
 
 
-def gated_weights(state: Mapping[str, Tensor], prefix: str, m: int, f: int) -> GatedWeights:
-    """A gated network stored as three matrices `prefix + "gate_proj.weight"` and so on."""
-    gate, up = (_take(state, prefix, f"{name}_proj.weight", f, m) for name in ("gate", "up"))
-    return GatedWeights(w13_im=torch.cat([gate, up]), w2_mf=_take(state, prefix, "down_proj.weight", m, f))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class V4BlockWeights:
+    """Weights of one block of V4."""
 
+    attn_site: MhcSite
+    attn_norm_m: Tensor
+    attention: V4Weights
+    ffn_site: MhcSite
+    ffn_norm_m: Tensor
+    ffn: MoeWeights
 
-def moe_weights(state: Mapping[str, Tensor], prefix: str, config: V3Config | V4Config, *, table: bool) -> MoeWeights:
-    """A router and plain experts under the names of transformers' modules, or of checkpoints of V3.
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, Tensor], *, prefix: str, config: V4Config, layer: int
+    ) -> V4BlockWeights:
+        """Take the tensors `prefix + "attn.wq_a.weight"` and so on of a released checkpoint, quantised or not.
 
-    Raises:
-        ValueError: a name is missing, or a shape is not the one of `config`.
-    """
-    m, f, e = config.hidden, config.expert_width, config.router.num_experts
-    topk, shared = config.router.topk, config.shared_experts * f
-    return MoeWeights(
-        gate_em=_take(state, prefix, "gate.weight", e, m),
-        bias_e=None if table else _take(state, prefix, "gate.e_score_correction_bias", e),
-        table_vk=_take(state, prefix, "gate.tid2eid", config.vocab_size, topk) if table else None,
-        experts=_stacked(state, prefix + "experts.", e, m, f),
-        shared=gated_weights(state, prefix + "shared_experts.", m, shared),
-    )
-
-
-def _stacked(state: Mapping[str, Tensor], prefix: str, e: int, m: int, f: int) -> PlainExperts:
-    if prefix + "gate_up_proj" in state:
-        return PlainExperts(
-            w13_eim=_take(state, prefix, "gate_up_proj", e, 2 * f, m),
-            w2_emf=_take(state, prefix, "down_proj", e, m, f),
+        Raises:
+            ValueError: a name is missing, or a shape is not the one of `config`.
+        """
+        sizes = MoeSizes(
+            hidden=config.hidden,
+            experts=config.router.num_experts,
+            width=config.expert_width,
+            shared=config.shared_experts,
+            table=(config.vocab_size, config.router.topk) if layer < config.hash_layers else None,
         )
-    each = [gated_weights(state, f"{prefix}{expert}.", m, f) for expert in range(e)]
-    return PlainExperts(
-        w13_eim=torch.stack([one.w13_im for one in each]), w2_emf=torch.stack([one.w2_mf for one in each])
-    )
+        return cls(
+            attn_site=MhcSite.from_state_dict(state, prefix=prefix + "hc_attn_", config=config.mhc),
+            attn_norm_m=_take(state, prefix, "attn_norm.weight", config.hidden),
+            attention=V4Weights.from_state_dict(state, prefix=prefix + "attn.", config=config.attn(layer)),
+            ffn_site=MhcSite.from_state_dict(state, prefix=prefix + "hc_ffn_", config=config.mhc),
+            ffn_norm_m=_take(state, prefix, "ffn_norm.weight", config.hidden),
+            ffn=released_moe(state, prefix + "ffn.", sizes),
+        )
+
+    @classmethod
+    def from_transformers(
+        cls, state: Mapping[str, Tensor], *, prefix: str, config: V4Config, layer: int
+    ) -> V4BlockWeights:
+        """Take the tensors `prefix + "self_attn.q_a_proj.weight"` and so on of transformers' DeepseekV4DecoderLayer.
+
+        Raises:
+            ValueError: as `from_state_dict`.
+        """
+        attn = config.attn(layer)
+        table = layer < config.hash_layers
+        return cls(
+            attn_site=MhcSite.from_state_dict(state, prefix=prefix + "attn_hc.", config=config.mhc),
+            attn_norm_m=_take(state, prefix, "input_layernorm.weight", config.hidden),
+            attention=V4Weights.from_transformers(state, prefix=prefix + "self_attn.", config=attn),
+            ffn_site=MhcSite.from_state_dict(state, prefix=prefix + "ffn_hc.", config=config.mhc),
+            ffn_norm_m=_take(state, prefix, "post_attention_layernorm.weight", config.hidden),
+            ffn=moe_weights(state, prefix + "mlp.", config, table=table),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class V41BlockWeights:
+    """Weights of one block of V4.1; the norm before attention stands with the attention."""
+
+    memory: EngramWeights | None
+    attn_site: MhcSite
+    attention: Csa2Weights
+    ffn_site: MhcSite
+    ffn_norm_m: Tensor
+    ffn: MoeWeights
+
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, Tensor], *, config: V41Config, csa2: Csa2Config, engram: EngramConfig, layer: int
+    ) -> V41BlockWeights:
+        """Take the tensors `layers.{layer}.attn.wq_a.weight` and so on of a released checkpoint.
+
+        Raises:
+            ValueError: a name is missing, or a shape is not the one of `config`.
+        """
+        prefix, moe = f"layers.{layer}.", config.moe
+        sizes = MoeSizes(
+            hidden=config.hidden, experts=moe.experts, width=moe.width, shared=moe.shared_experts, image=True
+        )
+        owns = layer in config.engram.layers
+        return cls(
+            memory=EngramWeights.from_state_dict(state, prefix=prefix + "engram.", config=engram) if owns else None,
+            attn_site=MhcSite.from_state_dict(state, prefix=prefix + "hc_attn_", config=config.mhc),
+            attention=Csa2Weights.from_state_dict(state, layer=layer, config=csa2),
+            ffn_site=MhcSite.from_state_dict(state, prefix=prefix + "hc_ffn_", config=config.mhc),
+            ffn_norm_m=_take(state, prefix, "ffn_norm.weight", config.hidden),
+            ffn=released_moe(state, prefix + "ffn.", sizes),
+        )

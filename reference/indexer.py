@@ -146,8 +146,8 @@ def index_scores(
         [t, k * block_size] with blocks, in fp32 (ScoreOrder.FP32) or bf16.
 
     Rounding:
-        FP32: every dot product and the weighted sum over heads to fp32. BF16_RELEASE: dot product, weighted product
-        and sum each to bf16. BF16_CHAINS: the dot product to fp32, its positive part t to bf16; chain c of four takes
+        FP32: every dot product and the weighted sum over heads to fp32, BF16_ONCE: that sum then to bf16.
+        BF16_RELEASE: dot product, weighted product and sum each to bf16. BF16_CHAINS: the dot product to fp32, its positive part t to bf16; chain c of four takes
         heads c, c + 4, ... in ascending order, A_c <- bf16(t w + A_c) in one rounding; then
         bf16(bf16(A_0 + A_2) + bf16(A_1 + A_3)).
 
@@ -211,16 +211,20 @@ def index_scores_paged(
 
 
 def _scored(q_thw: Tensor, k_sd: Tensor, w_th: Tensor, row_ts: Tensor, order: ScoreOrder, num: Numerics) -> Tensor:
-    """One query at a time against the rows of `k_sd` that it sees; a row outside is −inf and never read."""
-    t, h, _ = q_thw.shape
     q_yd = dequantize(*_parted(q_thw.flatten(0, 1)), fmt=INDEX_FP4.quant, num=num)
-    q_thd, w_th = q_yd.unflatten(0, (t, h)), num.wide(w_th)
+    return score_rows(q_yd.unflatten(0, q_thw.shape[:2]), k_sd, w_th, row_ts, order=order, num=num)
+
+
+def score_rows(
+    q_thd: Tensor, k_sd: Tensor, w_th: Tensor, row_ts: Tensor, *, order: ScoreOrder, num: Numerics = CONTRACT
+) -> Tensor:
+    """One query at a time against the rows of `k_sd` that it sees; a row outside is −inf and never read."""
+    w_th = num.wide(w_th)
     scores_ts = torch.full(row_ts.shape, -torch.inf, dtype=num.carrier, device=row_ts.device)
-    weighted = WEIGHTED[order]
-    for token in range(t):
+    for token in range(len(q_thd)):
         seen_s = (row_ts[token] >= 0) & (row_ts[token] < k_sd.shape[0])
         dots_hs = num.einsum("hd,sd->hs", q_thd[token], k_sd[row_ts[token][seen_s]])
-        scores_ts[token, seen_s] = weighted(dots_hs, w_th[token], num)
+        scores_ts[token, seen_s] = WEIGHTED[order](dots_hs, w_th[token], num)
     return scores_ts
 
 
@@ -240,6 +244,7 @@ def _weighted_chains(dots_hs: Tensor, w_h: Tensor, num: Numerics) -> Tensor:
 
 WEIGHTED = {
     ScoreOrder.FP32: lambda dots_hs, w_h, num: num.f32(num.einsum("h,hs->s", w_h, dots_hs.relu())),
+    ScoreOrder.BF16_ONCE: lambda dots_hs, w_h, num: num.bf16(num.einsum("h,hs->s", w_h, dots_hs.relu())),
     ScoreOrder.BF16_RELEASE: _weighted_release,
     ScoreOrder.BF16_CHAINS: _weighted_chains,
 }

@@ -3,8 +3,9 @@
 A record is one cached row: its element codes, then the scale of every group, group 0 first, then a tail of bf16 values.
 Formats are told apart by their width in bytes: 528 (512 e4m3 codes, 16 UE8M0 scales), 288 (512 e2m1 codes, the even
 channel in the low nibble, 32 e4m3 scales) and 68 (128 e2m1 codes, 4 UE8M0 scales); of V3.2, 656 (512 e4m3 codes, 4 fp32
-scales, 64 rotary channels in bf16) and 132 (128 e4m3 codes, an fp32 scale). Writers of the last two disagree about the
-scale (`RECORD_WRITERS`), so a store is told the format; every reader multiplies by what stands there.
+scales, 64 rotary channels in bf16) and 132 (128 e4m3 codes, an fp32 scale); of V4, 584 (448 e4m3 codes, 7 UE8M0 scales
+and a zero byte, 64 rotary channels in bf16). Writers of the last three disagree about the scale (`RECORD_WRITERS`), so
+a store is told the format; every reader multiplies by what stands there.
 
 A page holds the records of `o` entries. INTERLEAVED puts one record after the other, SECTIONED the codes (and tails) of
 all entries before the scales of all entries. The bytes of a page are the same in number either way, so nothing but the
@@ -55,7 +56,7 @@ def pack_records(x_td: Tensor, *, fmt: RecordFormat, num: Numerics = CONTRACT) -
     """
     expect_shape("x_td", x_td, "td", {"d": fmt.width})
     codes, sf = quantize(x_td[:, : fmt.channels], fmt=fmt.quant, num=num)
-    parts = [codes.view(torch.uint8), sf.view(torch.uint8)]
+    parts = [codes.view(torch.uint8), sf.view(torch.uint8), x_td.new_zeros(len(x_td), fmt.pad, dtype=torch.uint8)]
     if fmt.tail:
         tail_tr = x_td[:, fmt.channels :]
         parts.append(torch.empty_like(tail_tr, dtype=torch.bfloat16).copy_(num.bf16(tail_tr)).view(torch.uint8))
@@ -84,7 +85,8 @@ def unpack_records(
     expect_shape("records_tw", records_tw, "tw", {} if fmt is None else {"w": fmt.record_bytes})
     fmt = fmt or expect_records("records_tw", records_tw[None], {})
     expect_dtype("records_tw", records_tw, torch.uint8)
-    codes, sf, tail = records_tw.split([fmt.data_bytes, fmt.scale_bytes, 2 * fmt.tail], dim=1)
+    sizes = [fmt.data_bytes, fmt.scale_bytes - fmt.pad, fmt.pad, 2 * fmt.tail]
+    codes, sf, _, tail = records_tw.split(sizes, dim=1)
     codes = codes.view(torch.float8_e4m3fn) if fmt.quant.code is CodeKind.E4M3 else codes
     held = {ScaleKind.UE8M0: torch.uint8, ScaleKind.E4M3: torch.float8_e4m3fn}.get(fmt.quant.scale, torch.float32)
     x_td = dequantize(codes, sf.contiguous().view(held), fmt=fmt.quant, dtype=dtype, num=num)
@@ -159,7 +161,7 @@ def load_records(
     dims: dict[str, int] = {}
     fmt = expect_records("cache_pow", cache_pow, dims)
     inside_t = _check_slots(slots_t, dims)
-    page_y1, byte_yw = _addresses(slots_t[inside_t], dims["o"], fmt, layout)
+    page_y1, byte_yw = record_addresses(slots_t[inside_t], dims["o"], fmt, layout)
     records_yw = cache_pow.view(dims["p"], dims["o"] * dims["w"])[page_y1, byte_yw]
     x_td = torch.zeros(len(slots_t), fmt.width, dtype=num.carrier, device=cache_pow.device)
     x_td[inside_t] = unpack_records(records_yw, dtype=dtype, num=num)
@@ -177,11 +179,11 @@ def norm_rope_store(
     store: FusedStore,
     num: Numerics = CONTRACT,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise rows, rotate their last channels, quantise all channels, write the records, in place.
+    """Normalise rows, rotate their last channels, quantise them, write the records, in place.
 
     Math:
         `rms_norm` over all d channels; `rope` on the last r, in pairs (2i, 2i + 1); `store_records`: the rotated
-        channels are quantised like the others.
+        channels are quantised like the others, unless they are the tail of the format.
 
     Shapes:
         cache_pow_: uint8 [p, o, w]; x_td: [t, d]; weight_d: [d]; table_sr: float32 [s, r]; positions_t, slots_t:
@@ -196,13 +198,13 @@ def norm_rope_store(
     Raises:
         TypeError: the cache is not uint8, x_td or weight_d is not floating, table_sr is not float32, positions or slots
             are no integers.
-        ValueError: shapes disagree; no format has records of w bytes, or several writers have; r is odd or above d; a
+        ValueError: shapes disagree; no format has records of w bytes; `store.fmt` is no writer of w bytes; r is odd or above d; a
             position is no row of the table; two rows share a slot; a row that is quantised holds NaN or infinity.
 
     Source:
         v41-attention.md sections 2.1, 2.5, 3.1, 4.1
     """
-    fmt = expect_writer("cache_pow_", cache_pow_, None)
+    fmt = expect_writer("cache_pow_", cache_pow_, store.fmt)
     inside_t = _check_rows(cache_pow_, x_td, slots_t, fmt)
     normed_td = rms_norm(x_td, weight_d, eps=store.eps, cast=WeightCast.AFTER_WEIGHT, num=num)
     turned_td = rope(
@@ -216,12 +218,13 @@ def norm_rope_store(
     )[:, 0]
     _write(cache_pow_, pack_records(turned_td[inside_t], fmt=fmt, num=num), slots_t[inside_t], fmt, store.layout)
     if store.tap is RecordTap.CAST_BACK:
-        return cache_pow_, fake_quantize(turned_td, fmt=fmt.quant, num=num)
+        coded_td = fake_quantize(turned_td[:, : fmt.channels], fmt=fmt.quant, num=num)
+        return cache_pow_, torch.cat([coded_td, turned_td[:, fmt.channels :]], dim=1)
     taps = {RecordTap.NONE: turned_td[:, :0], RecordTap.NORM: normed_td, RecordTap.ROPE: turned_td}
     return cache_pow_, taps[store.tap]
 
 
-def _addresses(slots_y: Tensor, num_slots: int, fmt: RecordFormat, layout: PageLayout) -> tuple[Tensor, Tensor]:
+def record_addresses(slots_y: Tensor, num_slots: int, fmt: RecordFormat, layout: PageLayout) -> tuple[Tensor, Tensor]:
     """Page [y, 1] of every slot and the places of its record's bytes in that page [y, w]."""
     slots_y = slots_y.long()
     page_y1, slot_y1 = slots_y[:, None] // max(num_slots, 1), slots_y[:, None] % max(num_slots, 1)
@@ -239,7 +242,7 @@ def _addresses(slots_y: Tensor, num_slots: int, fmt: RecordFormat, layout: PageL
 
 
 def _write(cache_pow: Tensor, records_yw: Tensor, slots_y: Tensor, fmt: RecordFormat, layout: PageLayout) -> None:
-    page_y1, byte_yw = _addresses(slots_y, cache_pow.shape[1], fmt, layout)
+    page_y1, byte_yw = record_addresses(slots_y, cache_pow.shape[1], fmt, layout)
     cache_pow.view(cache_pow.shape[0], -1)[page_y1, byte_yw] = records_yw
 
 

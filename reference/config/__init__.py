@@ -51,6 +51,8 @@ from .blocks import (
 )
 from .dsa import DsaConfig, IndexerRope
 from .formats import (
+    FP8_1X64,
+    FP8_1X64_SCALE_FLOOR,
     FP8_1X128,
     FP8_1X128_POW2,
     FP8_1X128_POW2_SCALE_FLOOR,
@@ -63,6 +65,8 @@ from .formats import (
     INDEX_FP8_POW2,
     KV_FP4,
     KV_FP8,
+    KV_V4,
+    KV_V4_FMLA,
     KV_V32_DEMO,
     KV_V32_FMLA,
     MXFP4,
@@ -80,8 +84,34 @@ from .formats import (
     WeightCast,
 )
 from .generations import FfnConfig, ResidualNorm, WeighExperts
+from .v4 import (
+    V4_ROPE_COMPRESSED,
+    V4_ROPE_SLIDING,
+    V4_YARN,
+    HeadNorm,
+    IndexCast,
+    OutputCast,
+    V4AttnConfig,
+    V4Kind,
+    v4_flash_attn,
+    v4_pro_attn,
+)
 
 __all__ = [
+    "FP8_1X64",
+    "FP8_1X64_SCALE_FLOOR",
+    "HeadNorm",
+    "IndexCast",
+    "KV_V4",
+    "KV_V4_FMLA",
+    "OutputCast",
+    "V4AttnConfig",
+    "V4Kind",
+    "V4_ROPE_COMPRESSED",
+    "V4_ROPE_SLIDING",
+    "V4_YARN",
+    "v4_flash_attn",
+    "v4_pro_attn",
     "RECORD_WRITERS",
     "KV_V32_FMLA",
     "KV_V32_DEMO",

@@ -70,6 +70,7 @@ FP8_128X128_UE8M0 = QuantFormat(
 FP8_32X32 = QuantFormat(name="fp8_32x32", rows=32, group=32, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
 MXFP4 = QuantFormat(name="mxfp4", rows=1, group=32, code=CodeKind.E2M1, scale=ScaleKind.UE8M0, amax_floor=6 * 2.0**-126)
 
+FP8_1X64 = QuantFormat(name="fp8_1x64", rows=1, group=64, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=1e-4)
 # a scale of at least 1e-4 before it is rounded up is an amax of at least 448e-4: both give 2^-13
 FP8_1X128_POW2 = QuantFormat(
     name="fp8_1x128_pow2", rows=1, group=128, code=CodeKind.E4M3, scale=ScaleKind.POW2_F32, amax_floor=1e-4
@@ -78,6 +79,9 @@ FP8_1X128_POW2_SCALE_FLOOR = QuantFormat(
     name="fp8_1x128_pow2_scale_floor", rows=1, group=128, code=CodeKind.E4M3, scale=ScaleKind.POW2_F32,
     amax_floor=448e-4
 )  # fmt: skip
+FP8_1X64_SCALE_FLOOR = QuantFormat(
+    name="fp8_1x64_scale_floor", rows=1, group=64, code=CodeKind.E4M3, scale=ScaleKind.UE8M0, amax_floor=448e-4
+)
 
 QUANT_FORMATS = {
     f.name: f for f in (Q8, Q4I, Q4K, FP8_1X128, FP8_1X128_UE8M0, FP8_128X128, FP8_128X128_UE8M0, FP8_32X32, MXFP4)
@@ -99,12 +103,14 @@ class RecordFormat:
     channels: int
     quant: QuantFormat
     tail: int = 0  # channels behind the quantised ones that keep their bf16 values
+    pad: int = 0  # zero bytes behind the scales
 
     def __post_init__(self) -> None:
         if self.channels <= 0 or self.channels % self.quant.group:
             raise ValueError(f"channels: expected a positive multiple of {self.quant.group}, got {self.channels}")
-        if self.tail < 0:
-            raise ValueError(f"tail: expected 0 or more channels, got {self.tail}")
+        for name in ("tail", "pad"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
 
     @property
     def width(self) -> int:
@@ -118,9 +124,9 @@ class RecordFormat:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of one entry: four each as fp32 numbers, otherwise one."""
+        """Bytes of the scales of one entry, four each as fp32 numbers, otherwise one, and of their pad."""
         wide = self.quant.scale in (ScaleKind.F32, ScaleKind.POW2_F32)
-        return self.channels // self.quant.group * (4 if wide else 1)
+        return self.channels // self.quant.group * (4 if wide else 1) + self.pad
 
     @property
     def record_bytes(self) -> int:
@@ -136,10 +142,14 @@ KV_V32_FMLA = RecordFormat(name="kv_v32_fmla", channels=512, tail=64, quant=FP8_
 KV_V32_DEMO = RecordFormat(name="kv_v32_demo", channels=512, tail=64, quant=FP8_1X128_POW2)  # release code
 INDEX_FP8_POW2 = RecordFormat(name="index_fp8_pow2", channels=128, quant=FP8_1X128_POW2)  # release code of V3.2
 INDEX_FP8_F32 = RecordFormat(name="index_fp8_f32", channels=128, quant=FP8_1X128)  # scales as they are
+# V4: 584 bytes of a window key or an entry, in sectioned pages
+KV_V4 = RecordFormat(name="kv_v4", channels=448, tail=64, pad=1, quant=FP8_1X64)  # release code, SGLang
+KV_V4_FMLA = RecordFormat(name="kv_v4_fmla", channels=448, tail=64, pad=1, quant=FP8_1X64_SCALE_FLOOR)  # FlashMLA's
 
 # the width of a record names its format; where several writers share it, how it is read
-RECORD_FORMATS = {f.record_bytes: f for f in (KV_FP8, KV_FP4, INDEX_FP4, KV_V32_FMLA, INDEX_FP8_F32)}
+RECORD_FORMATS = {f.record_bytes: f for f in (KV_FP8, KV_FP4, INDEX_FP4, KV_V32_FMLA, INDEX_FP8_F32, KV_V4)}
 RECORD_WRITERS = {
+    KV_V4.record_bytes: (KV_V4, KV_V4_FMLA),
     KV_V32_FMLA.record_bytes: (KV_V32_FMLA, KV_V32_DEMO),
     INDEX_FP8_F32.record_bytes: (INDEX_FP8_POW2, INDEX_FP8_F32),
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from .tiny import tiny_v3, tiny_v4_flash, tiny_v4_pro, tiny_v32, tiny_v41_flash
 from .v3 import IndexSizes, V3Config, v3, v32
-from .v4 import LayerKind, V4AttentionSizes, V4Config, v4_flash, v4_pro
+from .v4 import V4AttentionSizes, V4Config, v4_flash, v4_pro
 from .v41 import AttentionSizes, DraftSizes, EngramSizes, MoeSizes, V41Config, VisionSizes, v41_flash
 
 ModelConfig = V3Config | V4Config | V41Config
@@ -20,7 +20,6 @@ __all__ = [
     "DraftSizes",
     "EngramSizes",
     "IndexSizes",
-    "LayerKind",
     "ModelConfig",
     "MoeSizes",
     "PRESETS",

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..config import V4_YARN
 from .v3 import V3_YARN, V3Config, v3, v32
-from .v4 import V4_YARN, V4Config, v4_flash, v4_pro
+from .v4 import V4Config, v4_flash, v4_pro
 from .v41 import V41Config, v41_flash
 
 

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import (
     FP8_1X128_UE8M0,
     FP8_128X128_UE8M0,
+    KV_V4,
     MHC_V4,
     MXFP4,
     ROUTER_V4_FLASH,
     ROUTER_V4_PRO,
+    V4_ROPE_COMPRESSED,
+    V4_ROPE_SLIDING,
     Combine,
     FfnConfig,
+    HeadNorm,
+    IndexCast,
     MhcConfig,
     MoeConfig,
-    MscaleRule,
+    OutputCast,
     QuantFormat,
+    RecordFormat,
     RopeConfig,
     RouterConfig,
+    ScoreOrder,
+    V4AttnConfig,
+    V4Kind,
     WeighExperts,
-    YarnConfig,
 )
-
-
-class LayerKind(enum.Enum):
-    """What a layer attends to beside its sliding window."""
-
-    SLIDING = "sliding"  # nothing
-    CSA = "csa"  # picked blocks of 4 tokens
-    HCA = "hca"  # all blocks of many tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +46,11 @@ class V4AttentionSizes:
     index_heads: int
     index_dim: int
     index_topk: int  # blocks
+    head_norm: HeadNorm
+    index: IndexCast
+    score_order: ScoreOrder
+    output: OutputCast
+    cache: RecordFormat | None  # None: keys and entries meet no quantiser
 
     def __post_init__(self) -> None:
         if self.num_heads % self.o_groups:
@@ -55,10 +59,10 @@ class V4AttentionSizes:
         if odd:
             raise ValueError(f"compress_ratios: expected 0, 4 or more, got {odd}")
 
-    def kind(self, layer: int) -> LayerKind:
+    def kind(self, layer: int) -> V4Kind:
         """What the layer attends to."""
-        kinds = {0: LayerKind.SLIDING, 4: LayerKind.CSA}
-        return kinds.get(self.compress_ratios[layer], LayerKind.HCA)
+        kinds = {0: V4Kind.SLIDING, 4: V4Kind.CSA}
+        return kinds.get(self.compress_ratios[layer], V4Kind.HCA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,32 @@ class V4Config:
         """The frequencies of everything that the layer rotates."""
         return self.rope_main if self.attention.compress_ratios[layer] else self.rope_window
 
+    def attn(self, layer: int) -> V4AttnConfig:
+        """The attention of one layer."""
+        sizes, kind = self.attention, self.attention.kind(layer)
+        indexed = kind is V4Kind.CSA
+        return V4AttnConfig(
+            kind=kind,
+            hidden=self.hidden,
+            num_heads=sizes.num_heads,
+            head_dim=sizes.head_dim,
+            q_rank=sizes.q_lora_rank,
+            o_groups=sizes.o_groups,
+            o_rank=sizes.o_lora_rank,
+            window=sizes.window,
+            ratio=sizes.compress_ratios[layer],
+            index_heads=sizes.index_heads * indexed,
+            index_dim=sizes.index_dim * indexed,
+            index_topk=sizes.index_topk * indexed,
+            rope=self.rope(layer),
+            head_norm=sizes.head_norm,
+            index=sizes.index,
+            score_order=sizes.score_order,
+            output=sizes.output,
+            cache=sizes.cache,
+            eps=self.norm_eps,
+        )
+
     @property
     def ffn(self) -> FfnConfig:
         """What its experts compute with: formats of the release, or plain weights."""
@@ -112,17 +142,6 @@ class V4Config:
             combine=Combine.SINGLE,
         )
         return FfnConfig(router=self.router, swiglu_limit=self.swiglu_limit, weigh=self.weigh, quantised=moe)
-
-
-V4_YARN = YarnConfig(
-    factor=16.0,
-    original_length=65536,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    mscale=0.0,
-    mscale_all_dim=0.0,
-    mscale_rule=MscaleRule.DEMO,
-)
 
 
 def v4_flash() -> V4Config:
@@ -145,9 +164,14 @@ def v4_flash() -> V4Config:
             index_heads=64,
             index_dim=128,
             index_topk=512,
+            head_norm=HeadNorm.RELEASE,
+            index=IndexCast.FP4,
+            score_order=ScoreOrder.BF16_RELEASE,
+            output=OutputCast.RELEASE,
+            cache=KV_V4,
         ),
-        rope_window=RopeConfig(rope_dim=64, theta=10000.0, yarn=None),
-        rope_main=RopeConfig(rope_dim=64, theta=160000.0, yarn=V4_YARN),
+        rope_window=V4_ROPE_SLIDING,
+        rope_main=V4_ROPE_COMPRESSED,
         mhc=MHC_V4,
         router=ROUTER_V4_FLASH,
         hash_layers=3,
@@ -164,36 +188,20 @@ def v4_flash() -> V4Config:
 
 def v4_pro() -> V4Config:
     """DeepSeek-V4-Pro as released; no layer of its main model has a window alone."""
-    return V4Config(
+    flash = v4_flash()
+    return replace(
+        flash,
         name="v4_pro",
         hidden=7168,
         num_layers=61,
-        draft_layers=1,
-        vocab_size=129280,
-        norm_eps=1e-6,
-        attention=V4AttentionSizes(
+        attention=replace(
+            flash.attention,
             num_heads=128,
-            head_dim=512,
             q_lora_rank=1536,
             o_groups=16,
-            o_lora_rank=1024,
-            window=128,
             compress_ratios=(128, 128, *(4, 128) * 29, 4, 0),
-            index_heads=64,
-            index_dim=128,
             index_topk=1024,
         ),
-        rope_window=RopeConfig(rope_dim=64, theta=10000.0, yarn=None),
-        rope_main=RopeConfig(rope_dim=64, theta=160000.0, yarn=V4_YARN),
-        mhc=MHC_V4,
         router=ROUTER_V4_PRO,
-        hash_layers=3,
-        shared_experts=1,
         expert_width=3072,
-        swiglu_limit=10.0,
-        weigh=WeighExperts.BEFORE_DOWN,
-        weights=FP8_128X128_UE8M0,
-        experts=MXFP4,
-        activation=FP8_1X128_UE8M0,
-        max_positions=1048576,
     )
