@@ -21,17 +21,20 @@ import torch
 from torch import Tensor
 
 from .block_ffn import gated, routed_ffn
-from .block_weights import V3BlockWeights
+from .block_weights import V3BlockWeights, V4BlockWeights
 from .checks import expect_shape
-from .config import ResidualNorm
+from .config import ResidualNorm, V4Kind, WeightCast
+from .csa import csa_attention
 from .dsa import dsa_attention, dsa_picks, dsa_project
 from .ffn_weights import GatedWeights
+from .hca import hca_attention, sliding_attention
+from .mhc import mhc_apply, mhc_head, mhc_mixes, mhc_post
 from .mla import mla_naive
 from .numerics import CONTRACT, Numerics
-from .presets import V3Config
+from .presets import V3Config, V4Config
 from .rms_norm import rms_norm
 from .taps import Tap, ignore, under
-from .weights import MlaWeights
+from .weights import MhcSite, MlaWeights
 
 
 def block_v3(
@@ -100,6 +103,99 @@ def v3_enter(
     x_tm = rms_norm(x_tm, norm_m, eps=config.norm_eps, cast=config.attention.weight_cast, dtype=dtype, num=num)
     tap("norm", x_tm)
     return h_tm, x_tm
+
+
+def block_v4(
+    stream_tnm: Tensor,
+    token_t: Tensor,
+    weights: V4BlockWeights,
+    table_sr: Tensor,
+    *,
+    config: V4Config,
+    layer: int,
+    num: Numerics = CONTRACT,
+    tap: Tap = ignore,
+) -> Tensor:
+    """One block of V4 over a sequence: each sub-layer reads the streams with its own coefficients and writes to them.
+
+    Math:
+        pre, post, comb = mixes(stream); y = attention(RMSNorm(apply(pre, stream))); stream' = post y + comb^T stream;
+        the same again with the experts
+
+    Shapes:
+        stream_tnm: [t, n, m]; token_t: integer [t], read by hash-routed layers; table_sr: fp32 [s, r], s >= t, of
+        `config.rope(layer)`; returns [t, n, m].
+
+    Rounding:
+        what is read and the streams to bf16, coefficients to fp32; the rest as the components.
+
+    Raises:
+        ValueError: shapes disagree.
+
+    Source:
+        v3-v32-v4.md sections 5 to 7
+    """
+    dims = {"m": config.hidden, "n": config.mhc.streams}
+    expect_shape("stream_tnm", stream_tnm, "tnm", dims)
+    expect_shape("token_t", token_t, "t", dims)
+    attn, ends = config.attn(layer), torch.tensor([0, dims["t"]], device=stream_tnm.device)
+    own = under("attn.", tap)
+    x_tm, post_tn, comb_tnn = v4_enter(
+        stream_tnm, weights.attn_site, weights.attn_norm_m, config=config, num=num, tap=own
+    )
+    if attn.kind is V4Kind.CSA:
+        y_tm = csa_attention(x_tm, weights.attention, table_sr, ends, None, config=attn, num=num)
+    else:
+        attend = hca_attention if attn.kind is V4Kind.HCA else sliding_attention
+        y_tm = attend(x_tm, weights.attention, table_sr, ends, config=attn, num=num)
+    own("out", y_tm)
+    stream_tnm = mhc_post(stream_tnm, y_tm, post_tn, comb_tnn, num=num)
+    tap("stream.attn", stream_tnm)
+    own = under("ffn.", tap)
+    x_tm, post_tn, comb_tnn = v4_enter(
+        stream_tnm, weights.ffn_site, weights.ffn_norm_m, config=config, num=num, tap=own
+    )
+    y_tm = routed_ffn(x_tm, token_t, None, weights.ffn, config=config.ffn, num=num, tap=own)
+    own("out", y_tm)
+    stream_tnm = mhc_post(stream_tnm, y_tm, post_tn, comb_tnn, num=num)
+    tap("stream.ffn", stream_tnm)
+    return stream_tnm
+
+
+def v4_enter(
+    stream_tnm: Tensor,
+    site: MhcSite,
+    norm_m: Tensor,
+    *,
+    config: V4Config,
+    num: Numerics = CONTRACT,
+    tap: Tap = ignore,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Begin a sub-layer: what it reads, normalised, and the `post` and `comb` that its output waits for."""
+    pre_tn, post_tn, comb_tnn = mhc_mixes(stream_tnm, site, config=config.mhc, num=num)
+    x_tm = mhc_apply(pre_tn, stream_tnm, num=num)
+    for name, x in (("pre", pre_tn), ("post", post_tn), ("comb", comb_tnn), ("x", x_tm)):
+        tap(name, x)
+    x_tm = rms_norm(x_tm, norm_m, eps=config.norm_eps, cast=WeightCast.AFTER_WEIGHT, num=num)
+    tap("norm", x_tm)
+    return x_tm, post_tn, comb_tnn
+
+
+def v4_head(
+    stream_tnm: Tensor,
+    site: MhcSite,
+    norm_m: Tensor,
+    *,
+    config: V4Config,
+    num: Numerics = CONTRACT,
+    tap: Tap = ignore,
+) -> Tensor:
+    """What the output head of V4, or of its draft, reads: the streams through a site of their own, normalised."""
+    x_tm = mhc_head(stream_tnm, site, config=config.mhc, num=num)
+    tap("x", x_tm)
+    x_tm = rms_norm(x_tm, norm_m, eps=config.norm_eps, cast=WeightCast.AFTER_WEIGHT, num=num)
+    tap("norm", x_tm)
+    return x_tm
 
 
 def _attention_v3(

@@ -13,28 +13,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deeptwin.reference.config import RopeConfig
-from deeptwin.reference.presets import V3Config
+from deeptwin.reference.config import RopeConfig, V4Kind
+from deeptwin.reference.presets import V3Config, V4Config
 
 Stages = dict[str, Tensor]
 
 
-def build(config: V3Config, *, seed: int) -> Any:
+def build(config: V3Config | V4Config, *, seed: int) -> Any:
     """The model in fp32 with all its parameters and buffers drawn from `seed`."""
     import transformers
 
-    fields, generation = _v3_fields(config), "V3"
-    if config.index is not None:
-        fields |= {f"index_{name}": getattr(config.index, name) for name in ("topk",)}
-        fields |= {"index_n_heads": config.index.heads, "index_head_dim": config.index.dim}
-        generation = "V32"
-    made = getattr(transformers, f"Deepseek{generation}Config")(**fields)
-    return _drawn(getattr(transformers, f"Deepseek{generation}ForCausalLM")(made), seed)
+    if isinstance(config, V4Config):
+        generation, fields = "V4", _v4_fields(config)
+    else:
+        generation, fields = "V3" if config.index is None else "V32", _v3_fields(config)
+    made = getattr(transformers, f"Deepseek{generation}Config")(**fields, attn_implementation="eager")
+    return _drawn(getattr(transformers, f"Deepseek{generation}ForCausalLM")(made), config.router.num_experts, seed)
 
 
-def _drawn(model: Any, seed: int) -> Any:
+def _drawn(model: Any, num_experts: int, seed: int) -> Any:
     rng = np.random.Generator(np.random.Philox(seed))
     for name, tensor in sorted(model.state_dict().items()):
+        if name.endswith("tid2eid"):
+            rows = [rng.permutation(num_experts)[: tensor.shape[1]] for _ in range(len(tensor))]
+            tensor.copy_(torch.from_numpy(np.stack(rows)))
+            continue
         drawn = rng.standard_normal(tuple(tensor.shape))
         if "norm" in name and name.endswith("weight"):
             drawn = 1 + 0.2 * drawn
@@ -47,8 +50,11 @@ def _drawn(model: Any, seed: int) -> Any:
 
 
 def _v3_fields(config: V3Config) -> dict[str, Any]:
-    a, router = config.attention, config.router
-    return {
+    a, router, index = config.attention, config.router, config.index
+    fields = (
+        {} if index is None else {"index_n_heads": index.heads, "index_head_dim": index.dim, "index_topk": index.topk}
+    )
+    return fields | {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden,
         "intermediate_size": config.dense_width,
@@ -71,7 +77,50 @@ def _v3_fields(config: V3Config) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_positions,
         "rope_parameters": _rope_fields(a.rope),
-        "attn_implementation": "eager",
+    }
+
+
+def _v4_fields(config: V4Config) -> dict[str, Any]:
+    a, router, main = config.attention, config.router, config.num_layers
+    names = {
+        V4Kind.SLIDING: "sliding_attention",
+        V4Kind.CSA: "compressed_sparse_attention",
+        V4Kind.HCA: "heavily_compressed_attention",
+    }
+    kinds = [a.kind(layer) for layer in range(main)]
+    dense = {a.compress_ratios[layer] for layer in range(main) if kinds[layer] is V4Kind.HCA}
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden,
+        "moe_intermediate_size": config.expert_width,
+        "num_hidden_layers": main,
+        "num_attention_heads": a.num_heads,
+        "num_key_value_heads": 1,
+        "head_dim": a.head_dim,
+        "q_lora_rank": a.q_lora_rank,
+        "qk_rope_head_dim": config.rope_main.rope_dim,
+        "o_groups": a.o_groups,
+        "o_lora_rank": a.o_lora_rank,
+        "sliding_window": a.window,
+        "layer_types": [names[kind] for kind in kinds],
+        "compress_rates": {names[V4Kind.CSA]: 4, names[V4Kind.HCA]: min(dense, default=128)},
+        "index_n_heads": a.index_heads,
+        "index_head_dim": a.index_dim,
+        "index_topk": a.index_topk,
+        "n_routed_experts": router.num_experts,
+        "num_experts_per_tok": router.topk,
+        "routed_scaling_factor": router.route_scale,
+        "scoring_func": "sqrtsoftplus",
+        "num_hash_layers": config.hash_layers,
+        "swiglu_limit": config.swiglu_limit,
+        "hc_mult": config.mhc.streams,
+        "hc_sinkhorn_iters": config.mhc.sinkhorn_iters,
+        "hc_eps": config.mhc.eps,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_window.theta,
+        "compress_rope_theta": config.rope_main.theta,
+        "rope_parameters": _rope_fields(config.rope_main),
+        "max_position_embeddings": config.max_positions,
     }
 
 
@@ -79,15 +128,14 @@ def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     if rope.yarn is None:
         return {"rope_type": "default", "rope_theta": rope.theta}
     yarn = rope.yarn
-    return {
+    magnitudes = {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim} if yarn.mscale else {}
+    return magnitudes | {
         "rope_type": "yarn",
         "rope_theta": rope.theta,
         "factor": yarn.factor,
         "original_max_position_embeddings": yarn.original_length,
         "beta_fast": yarn.beta_fast,
         "beta_slow": yarn.beta_slow,
-        "mscale": yarn.mscale,
-        "mscale_all_dim": yarn.mscale_all_dim,
     }
 
 
@@ -126,9 +174,20 @@ def _hooks(model: Any, found: dict[str, list[Tensor]]) -> Iterable[tuple[Any, Ca
 
         return hook
 
+    def site(name: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, out: Any) -> None:
+            for part, x in zip(("post", "comb"), out, strict=False):
+                keep(f"{name}.{part}", x)
+
+        return hook
+
     yield model.model.embed_tokens, output("embed")
     for number, layer in enumerate(model.model.layers):
         name = f"layers.{number}"
+        if hasattr(layer, "attn_hc"):
+            yield layer.attn_hc, site(f"{name}.attn")
+            yield layer.ffn_hc, site(f"{name}.ffn")
+            yield layer, output(f"{name}.stream.ffn")
         yield layer.input_layernorm, around(f"{name}.attn")
         yield layer.post_attention_layernorm, around(f"{name}.ffn")
         yield layer.self_attn, output(f"{name}.attn.out")
