@@ -6,7 +6,7 @@ layer, so a sequence has caches of its own, made by `start_v41` and filled by th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from .csa2_config import V41_YARN, CastPoints, Csa2Config
 from .csa2_layer import csa2_attend_, csa2_compress_, csa2_select
 from .csa2_state import Csa2Batch, Csa2Caches, Csa2Step
 from .engram import engram
-from .mhc import mhc_apply, mhc_mixes, mhc_post
+from .mhc import mhc_apply, mhc_expand, mhc_mixes, mhc_post
 from .numerics import CONTRACT, Numerics
 from .presets import V41Config
 from .rms_norm import rms_norm
@@ -248,3 +248,38 @@ def _attention(
     seen_tk = None if mode is LayerMode.SWA else idx_tk
     out_thd = csa2_attend_(q_thd, key_td, own.sink_h, seen_tk, caches, step, layer=layer, config=csa2, num=num)
     return csa2_output(out_thd, own, table_sr, step.positions_t, config=csa2, num=num), idx_tk, blocks_tk
+
+
+def blocks_v41(
+    embed_tm: Tensor,
+    layers: tuple[V41BlockWeights, ...],
+    sequence: V41Sequence,
+    *,
+    config: V41Stack,
+    num: Numerics = CONTRACT,
+    tap: Tap = ignore,
+) -> tuple[Tensor, Tensor]:
+    """All blocks of the backbone over a sequence; `mhc_apply` of the two results is what the final norm reads.
+
+    Shapes:
+        embed_tm: [t, m]; layers: one for each backbone layer; returns stream_tnm, and the pre_tn of the last sub-layer.
+
+    Rounding:
+        as `block_v41`.
+
+    Edges:
+        the caches of `sequence` are not touched: the run fills copies.
+
+    Raises:
+        ValueError: shapes disagree; there is not one set of weights for each layer.
+    """
+    if len(layers) != config.model.num_layers:
+        raise ValueError(f"layers: expected {config.model.num_layers}, got {len(layers)}")
+    caches = sequence.caches
+    caches = replace(caches, page_pq=caches.page_pq.clone(), state_sq=caches.state_sq.clone())
+    stream_tnm, pre_tn = mhc_expand(num.wide(embed_tm), config=config.model.mhc)
+    carry, own = V41Carry(stream_tnm=stream_tnm, pre_tn=pre_tn), replace(sequence, caches=caches)
+    for layer, weights in enumerate(layers):
+        heard = under(f"layers.{layer}.", tap)
+        carry = block_v41(carry, weights, own, config=config, layer=layer, num=num, tap=heard)
+    return carry.stream_tnm, carry.pre_tn
