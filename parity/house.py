@@ -15,6 +15,7 @@ SUPPORT = (
     *("numerics", "config", "presets", "checks", "weights", "layouts", "images", "cache_plan"),
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
     *("dsa_index", "dsa_state"),
+    *("v4_attend", "v4_layer", "v4_state", "v4_weights"),
 )
 
 
