@@ -27,20 +27,18 @@ from .kv_cache import load_records, store_records
 from .numerics import CONTRACT, Numerics
 from .quant import fake_quantize
 from .topk import physical_slots, topk
-from .v4_layer import (
+from .v4_attend import (
     SECTIONED,
     attend_records_,
     attend_values,
+    check_steps,
     entry_slots,
     packed_positions,
-    product,
-    rotated,
     step_entries_,
-    v4_output,
-    v4_project,
     visible_rows,
     whole_entries,
 )
+from .v4_layer import product, rotated, v4_output, v4_project
 from .v4_state import V4Caches, index_record
 from .v4_weights import V4Weights, owned
 
@@ -61,7 +59,7 @@ def csa_index_rows(x_yd: Tensor, *, config: V4AttnConfig, num: Numerics = CONTRA
     return x_yd if config.index is IndexCast.PLAIN else hadamard(x_yd, num=num)
 
 
-def csa_select(
+def csa_scores(
     x_tm: Tensor,
     latent_ta: Tensor,
     weights: V4Weights,
@@ -73,28 +71,22 @@ def csa_select(
     config: V4AttnConfig,
     num: Numerics = CONTRACT,
 ) -> Tensor:
-    """The entries that every query attends to.
+    """The score of every entry that a query sees, -inf for the others.
 
     Math:
         q = latent index_wq, rotated, transformed, quantised; w = x index_head * (index_dim index_heads)^-0.5
         I(t, j) = sum_h w[t, h] max(q[t, h] . key[rows[t, j]], 0), for the j with rows[t, j] >= 0
-        the index_topk largest I; a tie goes to the lower j
 
     Shapes:
         x_tm: [t, m]; latent_ta: [t, a]; table_sr: fp32 [s, r]; positions_t: [t]; key_sd: [s, index_dim], values as a
-        cache holds them; rows_tj: integer [t, j], the row of entry j, -1 if the query does not see it; returns int32
-        [t, index_topk], ascending, -1 behind.
+        cache holds them; rows_tj: integer [t, j], the row of entry j, -1 if the query does not see it; returns [t, j].
 
     Rounding:
         the product to bf16, the rotation and the transform to bf16, the quantiser; weights to bf16 twice
         (`index_weights`); scores as config.score_order says.
 
-    Edges:
-        no visible entry gives a row of -1; fewer than index_topk are all chosen. There is no LayerNorm: the norm of
-        the compressor plays its part.
-
     Raises:
-        ValueError: shapes disagree.
+        ValueError: shapes disagree; the weights have no indexer.
 
     Source:
         v3-v32-v4.md section 5.5
@@ -102,15 +94,49 @@ def csa_select(
     expect_shape("rows_tj", rows_tj, "tj", {"t": len(x_tm)})
     q_tk = product(latent_ta, owned(weights.index_wq, "index_wq"), weights.index_wq_sf, num=num)
     q_thd = rotated(q_tk.unflatten(1, (config.index_heads, config.index_dim)), table_sr, positions_t, num=num)
-    q_yd = csa_index_rows(q_thd.flatten(0, 1), config=config, num=num)
-    if config.index_quant is not None:
-        q_yd = fake_quantize(q_yd, fmt=config.index_quant, dtype=torch.float32, num=num)
+    q_yd = index_cached(csa_index_rows(q_thd.flatten(0, 1), config=config, num=num), config, num)
     scale = (config.index_heads * config.index_dim) ** -0.5
     w_th = index_weights(x_tm, owned(weights.index_head_hm, "index_head_hm"), scale=scale, num=num)
     q_thd = q_yd.unflatten(0, q_thd.shape[:2])
-    scores_tj = score_rows(q_thd, num.wide(key_sd), w_th, rows_tj, order=config.score_order, num=num)
-    seen_t = (rows_tj >= 0).sum(1, dtype=torch.int32)
-    return topk(scores_tj, seen_t, k=config.index_topk)
+    return score_rows(q_thd, num.wide(key_sd), w_th, rows_tj, order=config.score_order, num=num)
+
+
+def csa_select(
+    x_tm: Tensor,
+    latent_ta: Tensor,
+    weights: V4Weights,
+    table_sr: Tensor,
+    positions_t: Tensor,
+    index_pow: Tensor,
+    table_tp: Tensor,
+    *,
+    config: V4AttnConfig,
+    num: Numerics = CONTRACT,
+) -> Tensor:
+    """The entries that every query attends to, by the index keys of a paged cache.
+
+    Math:
+        the index_topk largest `csa_scores` of entries j < floor((p + 1) / ratio); a tie goes to the lower j
+
+    Shapes:
+        index_pow: uint8 [p, o, w], sectioned pages; table_tp: int32 [t, any], the pages of a token's sequence; the rest
+        as `csa_scores`; returns int32 [t, index_topk], ascending, -1 behind.
+
+    Edges:
+        no visible entry gives a row of -1; fewer than index_topk are all chosen. There is no LayerNorm: the norm of
+        the compressor plays its part. Entries that no query sees may hold any bytes.
+
+    Raises:
+        ValueError: shapes disagree; the weights have no indexer.
+
+    Source:
+        v3-v32-v4.md section 5.5
+    """
+    every_s = torch.arange(index_pow.shape[0] * index_pow.shape[1], device=index_pow.device)
+    key_sd = load_records(index_pow, every_s, layout=SECTIONED, dtype=torch.float32, num=num)
+    slots_tj = entry_slots(positions_t, table_tp, config=config)
+    scores_tj = csa_scores(x_tm, latent_ta, weights, table_sr, positions_t, key_sd, slots_tj, config=config, num=num)
+    return topk(scores_tj, index_visible(positions_t, ratio=config.ratio), k=config.index_topk)
 
 
 def csa_attention(
@@ -151,12 +177,9 @@ def csa_attention(
         index_yd = whole_entries(
             x_tm, owned(weights.index_entry, "index_entry"), table_sr, cu_seqlens, config=config, num=num
         )
-        index_yd = csa_index_rows(index_yd, config=config, num=num)
-        if config.index_quant is not None:
-            index_yd = fake_quantize(index_yd, fmt=config.index_quant, dtype=torch.float32, num=num)
-        picks_tk = csa_select(
-            x_tm, latent_ta, weights, table_sr, positions_t, index_yd, rows_tj, config=config, num=num
-        )
+        key_sd = index_cached(csa_index_rows(index_yd, config=config, num=num), config, num)
+        scores_tj = csa_scores(x_tm, latent_ta, weights, table_sr, positions_t, key_sd, rows_tj, config=config, num=num)
+        picks_tk = topk(scores_tj, (rows_tj >= 0).sum(1, dtype=torch.int32), k=config.index_topk)
     picked_tk = _picked(rows_tj, picks_tk)
     out_thd = attend_values(q_thd, key_td, entry_yd, picked_tk, positions_t, weights.sink_h, config=config, num=num)
     return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num)
@@ -234,28 +257,23 @@ def csa_step_(
     index_yd = csa_index_rows(index_yd, config=config, num=num)
     fmt = None if config.index is IndexCast.FP4 else index_record(config)
     store_records(index_pow, index_yd, slot_y, layout=SECTIONED, fmt=fmt, num=num)
+    table_tp = step.table_bp[step.seq_t.long()]
     if picks_tk is None:
-        slots_tj = entry_slots(step, config=config)
-        every_s = torch.arange(index_pow.shape[0] * index_pow.shape[1], device=x_tm.device)
-        key_sd = load_records(index_pow, every_s, layout=SECTIONED, dtype=torch.float32, num=num)
         picks_tk = csa_select(
-            x_tm, latent_ta, weights, table_sr, step.positions_t, key_sd, slots_tj, config=config, num=num
+            x_tm, latent_ta, weights, table_sr, step.positions_t, index_pow, table_tp, config=config, num=num
         )
-    slot_tk = physical_slots(picks_tk, step.table_bp[step.seq_t.long()], page_entries=config.page_entries)
+    slot_tk = physical_slots(picks_tk, table_tp, page_entries=config.page_entries)
     out_thd = attend_records_(
         q_thd, key_td, caches.ring_pow, main_pow, slot_tk, weights.sink_h, step, config=config, num=num
     )
     return v4_output(out_thd, weights, table_sr, step.positions_t, config=config, num=num)
 
 
-def check_steps(x_tm: Tensor, batch: Csa2Batch, config: V4AttnConfig) -> None:
-    """Raise ValueError unless the steps are those of x_tm and no decode step is too long."""
-    expect_shape("x_tm", x_tm, "tm", {"m": config.hidden})
-    if int(batch.counts_kb.sum(dtype=torch.int64)) != len(x_tm):
-        raise ValueError(f"batch: expected steps of {len(x_tm)} tokens in all, got {batch.counts_kb.tolist()}")
-    longest = batch.counts_kb[batch.decode_k]
-    if longest.numel() and int(longest.max()) > config.backtracking:
-        raise ValueError(f"batch: expected decode steps of up to {config.backtracking}, got {longest.tolist()}")
+def index_cached(x_yd: Tensor, config: V4AttnConfig, num: Numerics) -> Tensor:
+    """What a cache of index keys would give back."""
+    if config.index_quant is None:
+        return x_yd
+    return fake_quantize(x_yd, fmt=config.index_quant, dtype=torch.float32, num=num)
 
 
 def _picked(rows_tj: Tensor, picks_tk: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def hca_step_(
         entry, pool_ = owned(weights.entry, "entry"), owned(caches.pool, "caches")
         entry_yd, slot_y = step_entries_(x_tm, entry, pool_, table_sr, step, config=config, num=num)
         store_records(owned(caches.main_pow, "caches"), entry_yd, slot_y, layout=SECTIONED, fmt=config.cache, num=num)
-        slot_tk = entry_slots(step, config=config)
+        slot_tk = entry_slots(step.positions_t, step.table_bp[step.seq_t.long()], config=config)
     out_thd = attend_records_(
         q_thd, key_td, caches.ring_pow, caches.main_pow, slot_tk, weights.sink_h, step, config=config, num=num
     )

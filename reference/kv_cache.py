@@ -55,6 +55,8 @@ def pack_records(x_td: Tensor, *, fmt: RecordFormat, num: Numerics = CONTRACT) -
         v41-attention.md section 7.1, v3-v32-v4.md section 4.4
     """
     expect_shape("x_td", x_td, "td", {"d": fmt.width})
+    if not len(x_td):
+        return x_td.new_zeros(0, fmt.record_bytes, dtype=torch.uint8)
     codes, sf = quantize(x_td[:, : fmt.channels], fmt=fmt.quant, num=num)
     parts = [codes.view(torch.uint8), sf.view(torch.uint8), x_td.new_zeros(len(x_td), fmt.pad, dtype=torch.uint8)]
     if fmt.tail:
@@ -198,8 +200,9 @@ def norm_rope_store(
     Raises:
         TypeError: the cache is not uint8, x_td or weight_d is not floating, table_sr is not float32, positions or slots
             are no integers.
-        ValueError: shapes disagree; no format has records of w bytes; `store.fmt` is no writer of w bytes; r is odd or above d; a
-            position is no row of the table; two rows share a slot; a row that is quantised holds NaN or infinity.
+        ValueError: shapes disagree; no format has records of w bytes, or `store.fmt` is no writer of them; r is odd or
+            above d; a position is no row of the table; two rows share a slot; a row that is quantised holds NaN or
+            infinity.
 
     Source:
         v41-attention.md sections 2.1, 2.5, 3.1, 4.1

@@ -35,7 +35,9 @@ class V4Caches:
         return {name: x for name, x in found.items() if x is not None}
 
 
-def v4_caches(config: V4AttnConfig, *, pages: int, states: int, fill: int = 0) -> V4Caches:
+def v4_caches(
+    config: V4AttnConfig, *, pages: int, states: int, fill: int = 0, device: torch.device | str = "cpu"
+) -> V4Caches:
     """New caches whose every byte is `fill`.
 
     Raises:
@@ -43,20 +45,32 @@ def v4_caches(config: V4AttnConfig, *, pages: int, states: int, fill: int = 0) -
     """
     if config.cache is None or (config.kind is V4Kind.CSA and config.index is IndexCast.PLAIN):
         raise ValueError(f"config: expected quantised caches, got cache={config.cache}, index={config.index}")
-    ring_pow = _pages(states, config.sliding.ring, config.cache, fill)
+
+    def filled(*shape: int) -> Tensor:
+        return torch.full(shape, fill, dtype=torch.uint8, device=device)
+
+    def records(count: int, entries: int) -> Tensor:
+        fmt = config.cache
+        assert fmt is not None
+        block_pq = filled(count, page_bytes(fmt, entries))
+        return block_pq[:, : entries * fmt.record_bytes].unflatten(1, (entries, fmt.record_bytes))
+
+    def pool(channels: int) -> Tensor:
+        rows = filled(states, config.compressor.ring(config.backtracking), 2, 4 * config.compressor.series * channels)
+        return rows.view(torch.float32)
+
+    ring_pow = records(states, config.sliding.ring)
     if config.kind is V4Kind.SLIDING:
         return V4Caches(ring_pow=ring_pow)
-    tokens, series = config.compressor.ring(config.backtracking), config.compressor.series
-    main_pow = _pages(pages, config.page_entries, config.cache, fill)
-    pool = _filled(fill, states, tokens, 2, series * config.head_dim, 4).view(torch.float32)[..., 0]
+    main_pow = records(pages, config.page_entries)
     if config.kind is V4Kind.HCA:
-        return V4Caches(ring_pow=ring_pow, main_pow=main_pow, pool=pool)
+        return V4Caches(ring_pow=ring_pow, main_pow=main_pow, pool=pool(config.head_dim))
     return V4Caches(
         ring_pow=ring_pow,
         main_pow=main_pow,
-        pool=pool,
-        index_pow=_filled(fill, pages, config.page_entries, index_record(config).record_bytes),
-        index_pool=_filled(fill, states, tokens, 2, series * config.index_dim, 4).view(torch.float32)[..., 0],
+        pool=pool(config.head_dim),
+        index_pow=filled(pages, config.page_entries, index_record(config).record_bytes),
+        index_pool=pool(config.index_dim),
     )
 
 
@@ -69,15 +83,6 @@ def page_bytes(fmt: RecordFormat, entries: int) -> int:
     """Bytes from one page of records with a tail to the next: a multiple of the codes and tail of a record."""
     row = fmt.record_bytes - fmt.scale_bytes
     return -(-entries * fmt.record_bytes // row) * row
-
-
-def _pages(count: int, entries: int, fmt: RecordFormat, fill: int) -> Tensor:
-    block_pq = _filled(fill, count, page_bytes(fmt, entries))
-    return block_pq[:, : entries * fmt.record_bytes].unflatten(1, (entries, fmt.record_bytes))
-
-
-def _filled(fill: int, *shape: int) -> Tensor:
-    return torch.full(shape, fill, dtype=torch.uint8)
 
 
 def _copied(x: Tensor) -> Tensor:
