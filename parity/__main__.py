@@ -266,7 +266,8 @@ def _signature(op: Op) -> str:
     from .card import resolve
 
     signature = inspect.signature(resolve(op.reference))
-    kept = [p.replace(annotation=inspect.Parameter.empty) for name, p in signature.parameters.items() if name != "num"]
+    shown = [p for name, p in signature.parameters.items() if name not in ("num", "tap")]
+    kept = [p.replace(annotation=inspect.Parameter.empty) for p in shown]
     names = signature.replace(parameters=kept, return_annotation=inspect.Signature.empty)
     return f"{op.name}{names} -> {', '.join(o.name for o in op.outputs)}"
 

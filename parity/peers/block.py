@@ -7,14 +7,20 @@ hand out what their modules compute under the names that our taps use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deeptwin.reference.block_weights import V3BlockWeights, V4BlockWeights
 from deeptwin.reference.config import RopeConfig, V4Kind
+from deeptwin.reference.dsa_state import DsaWeights
+from deeptwin.reference.ffn_weights import GatedWeights, MoeWeights, PlainExperts
 from deeptwin.reference.presets import V3Config, V4Config
+from deeptwin.reference.v4_weights import checkpoint_names
+from deeptwin.reference.weights import MlaWeights
 
 Stages = dict[str, Tensor]
 
@@ -196,3 +202,130 @@ def _hooks(model: Any, found: dict[str, list[Tensor]]) -> Iterable[tuple[Any, Ca
             yield layer.mlp.gate, router(f"{name}.ffn")
     yield model.model.norm, around("head")
     yield model.lm_head, output("logits")
+
+
+def transformers_v3(
+    h_tm: Tensor,
+    y_tm: Tensor,
+    weights: V3BlockWeights,
+    table_sr: Tensor,
+    *,
+    config: V3Config,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """One layer of V3 or V3.2; its angles are its own. Returns what passes by and the output still to be added."""
+    generation = "v3" if config.index is None else "v32"
+    dense = isinstance(weights.ffn, GatedWeights)
+    layer, rotary = _layer(generation, _v3_fields(replace(config, dense_layers=int(dense))))
+    attention = weights.attention
+    if isinstance(attention, DsaWeights):
+        state = {f"self_attn.{name}": x for name, x in _mla_state(attention.mla, config).items()}
+        state |= {
+            "self_attn.indexer.wq_b.weight": attention.w_qb_hda.flatten(0, 1),
+            "self_attn.indexer.wk.weight": attention.w_k_dm,
+            "self_attn.indexer.k_norm.weight": attention.k_norm_d,
+            "self_attn.indexer.k_norm.bias": attention.k_bias_d,
+            "self_attn.indexer.weights_proj.weight": attention.w_head_hm,
+        }
+    else:
+        state = {f"self_attn.{name}": x for name, x in _mla_state(attention, config).items()}
+    state |= _norms_and_ffn(weights.attn_norm_m, weights.ffn_norm_m, weights.ffn)
+    layer.load_state_dict({name: x.float() for name, x in state.items()})
+    found: dict[str, list[Tensor]] = {}
+    layer.post_attention_layernorm.register_forward_hook(lambda module, args, out: found.update(h=args[0]))
+    layer.mlp.register_forward_hook(lambda module, args, out: found.update(y=out))
+    x = (h_tm + y_tm)[None]
+    position = torch.arange(len(h_tm))[None]
+    layer(x, attention_mask=_mask(len(h_tm), len(h_tm)), position_ids=position, position_embeddings=rotary(x, position))
+    return found["h"][0], found["y"][0]
+
+
+def transformers_v4(
+    stream_tnm: Tensor,
+    token_t: Tensor,
+    weights: V4BlockWeights,
+    table_sr: Tensor,
+    *,
+    config: V4Config,
+    layer: int,
+) -> Tensor:
+    """One layer of V4 in fp32, its streams rounded to bf16 at the end."""
+    module, rotary = _layer("v4", _v4_fields(config), layer)
+    names = checkpoint_names(1)
+    state = {}
+    for field, name in names.items():
+        owner, _, part = field.rpartition(".")
+        held = getattr(weights.attention, owner) if owner else weights.attention
+        value = None if held is None else getattr(held, part)
+        if value is not None:
+            state[f"self_attn.{name}"] = value
+    for site, mixing in (("attn_hc", weights.attn_site), ("ffn_hc", weights.ffn_site)):
+        state |= {f"{site}.fn": mixing.fn_wx, f"{site}.scale": mixing.scale_z, f"{site}.base": mixing.base_w}
+    state |= _norms_and_ffn(weights.attn_norm_m, weights.ffn_norm_m, weights.ffn)
+    module.load_state_dict({name: x if x.dtype == torch.int64 else x.float() for name, x in state.items()})
+    position = torch.arange(len(token_t))[None]
+    x = stream_tnm.float()[None]
+    angles = {kind: rotary(x, position_ids=position, layer_type=kind) for kind in ("main", "compress")}
+    out = module(
+        x,
+        input_ids=token_t[None],
+        position_embeddings=angles,
+        position_ids=position,
+        attention_mask=_mask(len(token_t), config.attention.window),
+    )
+    return out[0].bfloat16()
+
+
+def _layer(generation: str, fields: dict[str, Any], layer: int = 0) -> tuple[Any, Any]:
+    import importlib
+
+    import transformers
+
+    name = f"Deepseek{generation.upper()}"
+    modeling = importlib.import_module(f"transformers.models.deepseek_{generation}.modeling_deepseek_{generation}")
+    made = getattr(transformers, f"{name}Config")(**fields, attn_implementation="eager")
+    module = getattr(modeling, f"{name}DecoderLayer")(made, layer_idx=layer).float().eval().requires_grad_(False)
+    return module, getattr(modeling, f"{name}RotaryEmbedding")(config=made)
+
+
+def _mask(tokens: int, window: int) -> Tensor:
+    back = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
+    hidden = (back < 0) | (back >= window)
+    return torch.zeros(tokens, tokens).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+
+
+def _mla_state(weights: MlaWeights, config: V3Config) -> dict[str, Tensor]:
+    # kv_b holds, head by head, the rows of W_UK and then those of W_UV
+    kv_b_hdc = torch.cat([weights.w_uk_hnc, weights.w_uv_huc], dim=1)
+    state = {
+        "q_b_proj.weight" if config.attention.q_lora_rank else "q_proj.weight": weights.w_qb_hda.flatten(0, 1),
+        "kv_a_proj_with_mqa.weight": weights.w_kv_dm,
+        "kv_a_layernorm.weight": weights.kv_norm_c,
+        "kv_b_proj.weight": kv_b_hdc.flatten(0, 1),
+        "o_proj.weight": weights.w_o_mhu.flatten(1),
+    }
+    if weights.w_qa_am is not None and weights.q_norm_a is not None:
+        state |= {"q_a_proj.weight": weights.w_qa_am, "q_a_layernorm.weight": weights.q_norm_a}
+    return state
+
+
+def _norms_and_ffn(first: Tensor, second: Tensor, ffn: GatedWeights | MoeWeights) -> dict[str, Tensor]:
+    state = {"input_layernorm.weight": first, "post_attention_layernorm.weight": second}
+    if isinstance(ffn, GatedWeights):
+        return state | _gated_state("mlp.", ffn)
+    assert isinstance(ffn.experts, PlainExperts)
+    assert isinstance(ffn.shared, GatedWeights)
+    state |= {
+        "mlp.gate.weight": ffn.gate_em,
+        "mlp.experts.gate_up_proj": ffn.experts.w13_eim,
+        "mlp.experts.down_proj": ffn.experts.w2_emf,
+    }
+    choice = {"e_score_correction_bias": ffn.bias_e, "tid2eid": ffn.table_vk}
+    state |= {f"mlp.gate.{name}": x for name, x in choice.items() if x is not None}
+    return state | _gated_state("mlp.shared_experts.", ffn.shared)
+
+
+def _gated_state(prefix: str, weights: GatedWeights) -> dict[str, Tensor]:
+    gate, up = weights.w13_im.chunk(2)
+    named = {"gate_proj": gate, "up_proj": up, "down_proj": weights.w2_mf}
+    return {f"{prefix}{name}.weight": x for name, x in named.items()}
