@@ -508,3 +508,16 @@ CSA2_SIDE = Budget(kind="csa2 side", element_factor=2.0, element_slack=2.0, row=
 CSA2_STACK = Budget(kind="csa2 stack", element_factor=3.0, element_slack=4.0, row=4.0, total=2.5, bias=8.0, bias_t=0.01)
 
 BLOCK = Budget(kind="block", element_factor=3.0, element_slack=4.0, row=4.0, total=2.5, bias=8.0, bias_t=0.01)
+JOIN = {
+    torch.bfloat16: Budget(kind="norm and product", row=2.5, total=1.5, bias=0.5, bias_t=0.01),
+    torch.float32: Budget(
+        kind="fp32 norm and product",
+        floor=1.0,
+        element_factor=4.0,
+        element_slack=4.0,
+        row=4.0,
+        total=3.0,
+        bias=2.0,
+        bias_t=0.01,
+    ),
+}

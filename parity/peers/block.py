@@ -6,6 +6,7 @@ hand out what their modules compute under the names that our taps use.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -214,29 +215,21 @@ def transformers_v3(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """One layer of V3 or V3.2; its angles are its own. Returns what passes by and the output still to be added."""
-    generation = "v3" if config.index is None else "v32"
     dense = isinstance(weights.ffn, GatedWeights)
-    layer, rotary = _layer(generation, _v3_fields(replace(config, dense_layers=int(dense))))
-    attention = weights.attention
-    if isinstance(attention, DsaWeights):
-        state = {f"self_attn.{name}": x for name, x in _mla_state(attention.mla, config).items()}
-        state |= {
-            "self_attn.indexer.wq_b.weight": attention.w_qb_hda.flatten(0, 1),
-            "self_attn.indexer.wk.weight": attention.w_k_dm,
-            "self_attn.indexer.k_norm.weight": attention.k_norm_d,
-            "self_attn.indexer.k_norm.bias": attention.k_bias_d,
-            "self_attn.indexer.weights_proj.weight": attention.w_head_hm,
-        }
-    else:
-        state = {f"self_attn.{name}": x for name, x in _mla_state(attention, config).items()}
-    state |= _norms_and_ffn(weights.attn_norm_m, weights.ffn_norm_m, weights.ffn)
-    layer.load_state_dict({name: x.float() for name, x in state.items()})
-    found: dict[str, list[Tensor]] = {}
+    made, layer_class, _, rotary = made_v3(replace(config, dense_layers=int(dense)))
+    layer = layer_class(made, layer_idx=0).float().eval().requires_grad_(False)
+    layer.load_state_dict(layer_state_v3(weights, config))
+    found: dict[str, Tensor] = {}
     layer.post_attention_layernorm.register_forward_hook(lambda module, args, out: found.update(h=args[0]))
     layer.mlp.register_forward_hook(lambda module, args, out: found.update(y=out))
     x = (h_tm + y_tm)[None]
     position = torch.arange(len(h_tm))[None]
-    layer(x, attention_mask=_mask(len(h_tm), len(h_tm)), position_ids=position, position_embeddings=rotary(x, position))
+    layer(
+        x,
+        attention_mask=causal_mask(len(h_tm), len(h_tm)),
+        position_ids=position,
+        position_embeddings=rotary(x, position),
+    )
     return found["h"][0], found["y"][0]
 
 
@@ -250,15 +243,16 @@ def transformers_v4(
     layer: int,
 ) -> Tensor:
     """One layer of V4 in fp32, its streams rounded to bf16 at the end."""
-    module, rotary = _layer("v4", _v4_fields(config), layer)
-    names = checkpoint_names(1)
+    made, modeling, name = _made("v4", _v4_fields(config))
+    module = getattr(modeling, f"{name}DecoderLayer")(made, layer_idx=layer).float().eval().requires_grad_(False)
+    rotary = getattr(modeling, f"{name}RotaryEmbedding")(config=made)
     state = {}
-    for field, name in names.items():
+    for field, key in checkpoint_names(1).items():
         owner, _, part = field.rpartition(".")
         held = getattr(weights.attention, owner) if owner else weights.attention
         value = None if held is None else getattr(held, part)
         if value is not None:
-            state[f"self_attn.{name}"] = value
+            state[f"self_attn.{key}"] = value
     for site, mixing in (("attn_hc", weights.attn_site), ("ffn_hc", weights.ffn_site)):
         state |= {f"{site}.fn": mixing.fn_wx, f"{site}.scale": mixing.scale_z, f"{site}.base": mixing.base_w}
     state |= _norms_and_ffn(weights.attn_norm_m, weights.ffn_norm_m, weights.ffn)
@@ -271,24 +265,46 @@ def transformers_v4(
         input_ids=token_t[None],
         position_embeddings=angles,
         position_ids=position,
-        attention_mask=_mask(len(token_t), config.attention.window),
+        attention_mask=causal_mask(len(token_t), config.attention.window),
     )
     return out[0].bfloat16()
 
 
-def _layer(generation: str, fields: dict[str, Any], layer: int = 0) -> tuple[Any, Any]:
-    import importlib
+def made_v3(config: V3Config) -> tuple[Any, Any, Any, Any]:
+    """Configuration, classes of a layer and of a norm, and the angles of transformers' V3 or V3.2."""
+    made, modeling, name = _made("v3" if config.index is None else "v32", _v3_fields(config))
+    rotary = getattr(modeling, f"{name}RotaryEmbedding")(config=made)
+    return made, getattr(modeling, f"{name}DecoderLayer"), getattr(modeling, f"{name}RMSNorm"), rotary
 
+
+def layer_state_v3(weights: V3BlockWeights, config: V3Config) -> dict[str, Tensor]:
+    """The weights of a block under the names of the module, in fp32."""
+    attention = weights.attention
+    if isinstance(attention, DsaWeights):
+        state = _mla_state(attention.mla, config) | {
+            "indexer.wq_b.weight": attention.w_qb_hda.flatten(0, 1),
+            "indexer.wk.weight": attention.w_k_dm,
+            "indexer.k_norm.weight": attention.k_norm_d,
+            "indexer.k_norm.bias": attention.k_bias_d,
+            "indexer.weights_proj.weight": attention.w_head_hm,
+        }
+    else:
+        state = _mla_state(attention, config)
+    state = {f"self_attn.{name}": x for name, x in state.items()}
+    state |= _norms_and_ffn(weights.attn_norm_m, weights.ffn_norm_m, weights.ffn)
+    return {name: x.float() for name, x in state.items()}
+
+
+def _made(generation: str, fields: dict[str, Any]) -> tuple[Any, Any, str]:
     import transformers
 
     name = f"Deepseek{generation.upper()}"
     modeling = importlib.import_module(f"transformers.models.deepseek_{generation}.modeling_deepseek_{generation}")
-    made = getattr(transformers, f"{name}Config")(**fields, attn_implementation="eager")
-    module = getattr(modeling, f"{name}DecoderLayer")(made, layer_idx=layer).float().eval().requires_grad_(False)
-    return module, getattr(modeling, f"{name}RotaryEmbedding")(config=made)
+    return getattr(transformers, f"{name}Config")(**fields, attn_implementation="eager"), modeling, name
 
 
-def _mask(tokens: int, window: int) -> Tensor:
+def causal_mask(tokens: int, window: int) -> Tensor:
+    """What is added to scores: nothing for the last `window` keys up to a query's own."""
     back = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
     hidden = (back < 0) | (back >= window)
     return torch.zeros(tokens, tokens).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
