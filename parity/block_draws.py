@@ -150,7 +150,7 @@ def v41_block(config: V41Stack, layer: int, rng: np.random.Generator, *, gain: f
     ffn, moe = prefix + "ffn.", model.moe
     d.matrix(ffn + "gate.weight", moe.experts, m)
     d.bias(ffn + "gate.bias", moe.experts)
-    d.bias(ffn + "gate.bias_vl", moe.experts)
+    d.state[ffn + "gate.bias_vl"] = -d.state[ffn + "gate.bias"]  # images go to the experts that text avoids
     for owner, f, fmt in (
         *((f"experts.{e}.", moe.width, MXFP4) for e in range(moe.experts)),
         ("shared_experts.", moe.shared_experts * moe.width, FP8_32X32),

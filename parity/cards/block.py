@@ -79,7 +79,7 @@ class V4Case:
 
 @dataclass(frozen=True, kw_only=True)
 class V41Case:
-    """Four narrow layers of V4.1 over `tokens`, some of them of an image."""
+    """Two narrow layers of V4.1 over `tokens`, some of them of an image."""
 
     tokens: int
     images: int = 1
@@ -125,28 +125,29 @@ def plain_v4(config: V4Config) -> V4Config:
 
 
 def v41_config() -> V41Stack:
-    """Four narrow layers: a window alone, two owners of keys with another ratio each, and one that selects anew.
+    """Two narrow layers that own keys, one of each ratio; the first has a memory. Every entry is picked.
 
-    Every entry is picked. One layer has a memory.
+    Quantisers amplify what honest arithmetic differs in: by 2 to 7 % behind four layers (20 % with sharp attention),
+    where the faults of the seams drown.
     """
     model = tiny_v41_flash()
     narrow = replace(
         model,
         hidden=64,
-        num_layers=4,
+        num_layers=2,
         attention=replace(
             model.attention,
             num_heads=2,
             q_lora_rank=32,
-            compress_ratios=(0, 2, 1, 1, 0, 0),
-            kv_source_layers=(1, 2),
-            index_source_layers=(1, 2, 3),
-            candidate_source_layer=2,
+            compress_ratios=(2, 1, 0, 0),
+            kv_source_layers=(0, 1),
+            index_source_layers=(0, 1),
+            candidate_source_layer=1,
             index_topk=16,
         ),
         moe=replace(model.moe, experts=4, width=32),
-        engram=replace(model.engram, layers=(1,), table_rows=(240,)),
-        draft=replace(model.draft, target_layers=(2, 3)),
+        engram=replace(model.engram, layers=(0,), table_rows=(240,)),
+        draft=replace(model.draft, target_layers=(0, 1)),
     )
     return stack_of(
         narrow,

@@ -183,8 +183,10 @@ def _hooks(model: Any, found: dict[str, list[Tensor]]) -> Iterable[tuple[Any, Ca
 
     def site(name: str) -> Callable[..., None]:
         def hook(module: Any, args: Any, out: Any) -> None:
-            for part, x in zip(("post", "comb"), out, strict=False):
-                keep(f"{name}.{part}", x)
+            keep(f"{name}.post", out[0])
+            keep(f"{name}.comb", out[1])
+            if name.endswith("ffn"):
+                keep(f"{name.removesuffix('ffn')}stream.attn", args[0])
 
         return hook
 
@@ -198,6 +200,8 @@ def _hooks(model: Any, found: dict[str, list[Tensor]]) -> Iterable[tuple[Any, Ca
         yield layer.input_layernorm, around(f"{name}.attn")
         yield layer.post_attention_layernorm, around(f"{name}.ffn")
         yield layer.self_attn, output(f"{name}.attn.out")
+        if hasattr(layer.self_attn, "indexer"):
+            yield layer.self_attn.indexer, output(f"{name}.attn.picks")
         yield layer.mlp, output(f"{name}.ffn.out")
         if hasattr(layer.mlp, "gate"):
             yield layer.mlp.gate, router(f"{name}.ffn")
