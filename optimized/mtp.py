@@ -11,7 +11,7 @@ from deeptwin.reference.checks import expect_shape
 from deeptwin.reference.config import FP8_1X128_UE8M0, FP8_128X128_UE8M0, WeightCast
 
 from .linear import linear_quant_triton, linear_triton
-from .rms_norm import rms_norm_triton
+from .rms_norm import STORAGE, rms_norm_triton
 
 if TYPE_CHECKING:
     from deeptwin.reference.mtp_weights import MtpJoin, MtpStreamJoin
@@ -37,6 +37,9 @@ def mtp_join_triton(
     expect_shape("e_tm", e_tm, "tm", dims)
     expect_shape("h_tm", h_tm, "tm", dims)
     expect_shape("weights.w_mj", weights.w_mj, "mj", dims | {"j": 2 * dims["m"]})
+    if dtype not in STORAGE:
+        raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
+    _expect_plain("weights.w_mj", weights.w_mj, dtype)
     joined_tj = torch.empty(dims["t"], 2 * dims["m"], dtype=dtype, device=e_tm.device)
     joined_tj[:, : dims["m"]] = rms_norm_triton(e_tm, weights.enorm_m, eps=eps, cast=cast, dtype=dtype)
     joined_tj[:, dims["m"] :] = rms_norm_triton(h_tm, weights.hnorm_m, eps=eps, cast=cast, dtype=dtype)
@@ -54,10 +57,18 @@ def mtp_join_streams_triton(e_tm: Tensor, stream_tnm: Tensor, weights: MtpStream
     dims: dict[str, int] = {}
     expect_shape("stream_tnm", stream_tnm, "tnm", dims)
     expect_shape("e_tm", e_tm, "tm", dims)
+    for name in ("e_mm", "h_mm"):
+        if weights.e_sf is None:
+            _expect_plain(f"weights.{name}", getattr(weights, name), torch.bfloat16)
     rows_ym = stream_tnm.flatten(0, 1)
     e_tm = _product(_normed(e_tm, weights.enorm_m, eps), weights.e_mm, weights.e_sf)
     h_ym = _product(_normed(rows_ym, weights.hnorm_m, eps), weights.h_mm, weights.h_sf)
     return e_tm[:, None] + h_ym.view(stream_tnm.shape)
+
+
+def _expect_plain(name: str, w_fm: Tensor, dtype: torch.dtype) -> None:
+    if w_fm.dtype != dtype:
+        raise NotImplementedError(f"{name}: expected {dtype} as the normed rows, got {w_fm.dtype}")
 
 
 def _normed(x_tm: Tensor, weight_m: Tensor, eps: float) -> Tensor:

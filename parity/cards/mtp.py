@@ -221,9 +221,13 @@ def plain_fp32(case: ModuleCase) -> bool:
     return case.plain and case.dtype == "fp32"
 
 
-def wide(case: JoinCase) -> str | None:
+def slow(case: JoinCase) -> str | None:
     """What the interpreter cannot do in seconds."""
-    return "a row of 7168 takes the interpreter minutes: judged on a device" if case.width > 256 else None
+    if case.width > 256:
+        return "a row of 7168 takes the interpreter minutes: judged on a device"
+    if case.regime in ("peaked", "flat"):
+        return "norm and product are judged like that by the cards of their components, and here on a device"
+    return None
 
 
 def one_regime(case: JoinCase) -> str | None:
@@ -249,7 +253,7 @@ JOIN_V3 = Op(
         Candidate(
             name="triton",
             function="deeptwin.optimized.mtp:mtp_join_triton",
-            interpreter_declines=wide,
+            interpreter_declines=slow,
             lowered_declines=one_regime,
         ),
     ),
@@ -280,7 +284,7 @@ JOIN_V4 = Op(
         Candidate(
             name="triton",
             function="deeptwin.optimized.mtp:mtp_join_streams_triton",
-            interpreter_declines=wide,
+            interpreter_declines=slow,
             lowered_declines=one_regime,
         ),
     ),
