@@ -507,7 +507,7 @@ MLA_BLOCK = {
 CSA2_SIDE = Budget(kind="csa2 side", element_factor=2.0, element_slack=2.0, row=2.5, total=1.5, bias=0.5, bias_t=0.01)
 CSA2_STACK = Budget(kind="csa2 stack", element_factor=3.0, element_slack=4.0, row=4.0, total=2.5, bias=8.0, bias_t=0.01)
 
-BLOCK = Budget(kind="block", element_factor=2.5, element_slack=3.0, row=3.0, total=1.6, bias=8.0, bias_t=0.01)
+BLOCK = Budget(kind="block", element_factor=2.5, element_slack=3.0, row=4.0, total=1.6, bias=8.0, bias_t=0.01)
 JOIN = {
     torch.bfloat16: Budget(kind="norm and product", row=2.5, total=1.5, bias=0.5, bias_t=0.01),
     torch.float32: Budget(
