@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deeptwin.reference.checks import expect_shape
+from deeptwin.reference.checks import expect_dtype, expect_shape
 from deeptwin.reference.config import (
     FP8_1X128_UE8M0,
     FP8_128X128_UE8M0,
     INDEX_FP4,
     FusedStore,
+    HeadNorm,
     IndexCast,
     OutputCast,
     PageLayout,
@@ -44,23 +45,41 @@ from .topk import physical_slots_triton, topk_triton
 from .window import history_slots_triton, ring_slots_triton, window_decode_triton, window_prefill_triton
 
 if TYPE_CHECKING:
+    from deeptwin.kernels.triton_ops.csa import HeadNormLaunch
     from deeptwin.kernels.triton_ops.csa2 import GroupedLaunch
 
 SECTIONED = PageLayout.SECTIONED
 
 
-def v4_project_triton(
-    x_tm: Tensor, weights: V4Weights, table_sr: Tensor, positions_t: Tensor, *, config: V4AttnConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query heads, the window key before its quantiser, the query latent; all bf16.
+def head_norm_rope_triton(
+    q_thd: Tensor,
+    table_sr: Tensor,
+    positions_t: Tensor,
+    *,
+    cast: HeadNorm,
+    eps: float,
+    launch: HeadNormLaunch | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalised heads with their last channels rotated. A position outside the table gives NaN.
 
     Raises:
-        ValueError: shapes disagree.
+        TypeError: q_thd is not bf16, the table not fp32, positions no integers, or `out` has another dtype.
+        ValueError: shapes disagree, or `out` does not fit.
         NotImplementedError: a head has no power of two of channels.
     """
-    q_thd, down_td, latent_ta = projected(x_tm, weights, table_sr, positions_t, config)
-    key_td = _norm(down_td, weights.kv_norm_d, config)
-    return q_thd, _rotated(key_td[:, None], table_sr, positions_t)[:, 0], latent_ta
+    dims: dict[str, int] = {}
+    expect_shape("q_thd", q_thd, "thd", dims)
+    expect_dtype("q_thd", q_thd, torch.bfloat16)
+    expect_shape("table_sr", table_sr, "sr", dims)
+    expect_dtype("table_sr", table_sr, torch.float32)
+    expect_shape("positions_t", positions_t, "t", dims)
+    expect_dtype("positions_t", positions_t, torch.int32, torch.int64)
+    if dims["r"] % 2 or dims["r"] > dims["d"]:
+        raise ValueError(f"table_sr: expected an even width up to d={dims['d']}, got r={dims['r']}")
+    from deeptwin.kernels.triton_ops import csa as kernels
+
+    return kernels.head_norm_rope(q_thd, table_sr, positions_t, cast=cast.value, eps=eps, launch=launch, out=out)
 
 
 def v4_output_triton(
@@ -258,8 +277,6 @@ def projected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query heads, the key before its norm, the query latent."""
     expect_shape("x_tm", x_tm, "tm", {"t": len(positions_t), "m": config.hidden})
-    from deeptwin.kernels.triton_ops import csa as kernels
-
     if weights.wq_a_sf is None or weights.wkv_sf is None:
         down_ta, down_td = linear_triton(x_tm, weights.wq_a), linear_triton(x_tm, weights.wkv)
     else:  # the rows are quantised once for both products
@@ -268,8 +285,8 @@ def projected(
         down_td = _product_of_codes(x_q, x_sf, weights.wkv, weights.wkv_sf)
     latent_ta = _norm(down_ta, weights.q_norm_a, config)
     q_thd = _product(latent_ta, weights.wq_b, weights.wq_b_sf).unflatten(1, (config.num_heads, config.head_dim))
-    cast, eps = config.head_norm.value, config.eps
-    return kernels.head_norm_rope(q_thd, table_sr, positions_t, cast=cast, eps=eps), down_td, latent_ta
+    q_thd = head_norm_rope_triton(q_thd, table_sr, positions_t, cast=config.head_norm, eps=config.eps)
+    return q_thd, down_td, latent_ta
 
 
 def store_entries_(
