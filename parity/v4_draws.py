@@ -357,15 +357,21 @@ class Selected:
     scores: Callable[[dict[str, Any]], Tensor]
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
-        """Judge by the scores of CONTRACT, within the crossing that roundings before the quantiser explain."""
-        made = {self.rule.scores: self.scores(oracles.arguments)}
+        """Judge by the scores of CONTRACT; ties at zero, which no rounding makes or breaks, go to the lower entry."""
+        scores = self.scores(oracles.arguments)
         views = _Values(
             semantic=oracles.semantic,
             contract=oracles.contract,
             rival=oracles.rival,
-            arguments=oracles.arguments | made,
+            arguments=oracles.arguments | {self.rule.scores: scores},
         )
-        return self.rule.judge(got, views)
+        found = self.rule.judge(got, views)
+        for row, (picks, score) in enumerate(zip(got.cpu(), scores, strict=True)):
+            zeros = (score == 0).nonzero()[:, 0]
+            chosen = torch.isin(zeros, picks.long())
+            if found.ok and bool((~chosen[:-1] & chosen[1:]).any()):
+                return _refused(f"row {row}: of the entries {zeros.tolist()}, all of score 0, a later one was chosen")
+        return found
 
 
 # relation hooks
