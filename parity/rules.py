@@ -521,3 +521,6 @@ JOIN = {
         bias_t=0.01,
     ),
 }
+# one attention layer of V4 on given rows: the roundings of a CSA2 layer with quantiser groups of 128 instead of 32, so
+# that the error of a row hangs on fewer scales (a row of RIVAL is lucky by more than 2.5 in one of some 500)
+V4_LAYER = Budget(kind="v4 layer", element_factor=2.5, element_slack=3.0, row=5.0, total=2.0, bias=1.0, bias_t=0.01)

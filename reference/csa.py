@@ -22,7 +22,7 @@ from .checks import expect_shape
 from .config import IndexCast, V4AttnConfig, V4Kind
 from .csa2_state import Csa2Batch, Csa2Step
 from .hadamard import hadamard
-from .indexer import index_weights, score_rows
+from .indexer import index_visible, index_weights, score_rows
 from .kv_cache import load_records, store_records
 from .numerics import CONTRACT, Numerics
 from .quant import fake_quantize

@@ -61,12 +61,11 @@ def v4_project(
     expect_shape("x_tm", x_tm, "tm", {"t": len(positions_t), "m": config.hidden})
     latent_ta = _norm(product(x_tm, weights.wq_a, weights.wq_a_sf, num=num), weights.q_norm_a, config, num)
     q_tk = product(latent_ta, weights.wq_b, weights.wq_b_sf, num=num)
-    q_thd = head_norm(
-        q_tk.unflatten(1, (config.num_heads, config.head_dim)), cast=config.head_norm, eps=config.eps, num=num
-    )
+    q_thd = q_tk.unflatten(1, (config.num_heads, config.head_dim))
+    q_thd = head_norm_rope(q_thd, table_sr, positions_t, cast=config.head_norm, eps=config.eps, num=num)
     key_td = _norm(product(x_tm, weights.wkv, weights.wkv_sf, num=num), weights.kv_norm_d, config, num)
     key_td = rotated(key_td[:, None], table_sr, positions_t, num=num)[:, 0]
-    return rotated(q_thd, table_sr, positions_t, num=num), key_td, latent_ta
+    return q_thd, key_td, latent_ta
 
 
 def head_norm(q_thd: Tensor, *, cast: HeadNorm, eps: float, num: Numerics = CONTRACT) -> Tensor:
@@ -98,6 +97,23 @@ def head_norm(q_thd: Tensor, *, cast: HeadNorm, eps: float, num: Numerics = CONT
         return num.bf16(q_thd * num.bf16(torch.rsqrt(num.bf16(mean_th1 + eps))))
     factor_th1 = torch.rsqrt(num.sum(q_thd * q_thd, dim=-1, keepdim=True) / width + eps)
     return num.bf16(q_thd * (num.bf16(factor_th1) if cast is HeadNorm.FACTOR else factor_th1))
+
+
+def head_norm_rope(
+    q_thd: Tensor, table_sr: Tensor, positions_t: Tensor, *, cast: HeadNorm, eps: float, num: Numerics = CONTRACT
+) -> Tensor:
+    """Normalised heads with their last channels rotated: `head_norm`, then `rotated`.
+
+    Shapes:
+        q_thd: [t, h, d]; table_sr: fp32 [s, r]; positions_t: [t]; returns [t, h, d].
+
+    Rounding:
+        as `head_norm`, then to bf16 again.
+
+    Raises:
+        ValueError: shapes disagree; a position is no row of the table.
+    """
+    return rotated(head_norm(q_thd, cast=cast, eps=eps, num=num), table_sr, positions_t, num=num)
 
 
 def v4_output(
