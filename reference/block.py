@@ -144,7 +144,7 @@ def block_v4(
         stream_tnm, weights.attn_site, weights.attn_norm_m, config=config, num=num, tap=own
     )
     if attn.kind is V4Kind.CSA:
-        y_tm = csa_attention(x_tm, weights.attention, table_sr, ends, None, config=attn, num=num)
+        y_tm = csa_attention(x_tm, weights.attention, table_sr, ends, None, config=attn, num=num, tap=own)
     else:
         attend = hca_attention if attn.kind is V4Kind.HCA else sliding_attention
         y_tm = attend(x_tm, weights.attention, table_sr, ends, config=attn, num=num)

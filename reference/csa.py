@@ -26,6 +26,7 @@ from .indexer import index_visible, index_weights, score_rows
 from .kv_cache import load_records, store_records
 from .numerics import CONTRACT, Numerics
 from .quant import fake_quantize
+from .taps import Tap, ignore
 from .topk import physical_slots, topk
 from .v4_attend import (
     SECTIONED,
@@ -148,6 +149,7 @@ def csa_attention(
     *,
     config: V4AttnConfig,
     num: Numerics = CONTRACT,
+    tap: Tap = ignore,
 ) -> Tensor:
     """Whole sequences from position 0 on, without any cache.
 
@@ -180,6 +182,8 @@ def csa_attention(
         key_sd = index_cached(csa_index_rows(index_yd, config=config, num=num), config, num)
         scores_tj = csa_scores(x_tm, latent_ta, weights, table_sr, positions_t, key_sd, rows_tj, config=config, num=num)
         picks_tk = topk(scores_tj, (rows_tj >= 0).sum(1, dtype=torch.int32), k=config.index_topk)
+        tap("scores", scores_tj)
+        tap("picks", picks_tk)
     picked_tk = _picked(rows_tj, picks_tk)
     out_thd = attend_values(q_thd, key_td, entry_yd, picked_tk, positions_t, weights.sink_h, config=config, num=num)
     return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num)

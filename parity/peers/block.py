@@ -200,8 +200,9 @@ def _hooks(model: Any, found: dict[str, list[Tensor]]) -> Iterable[tuple[Any, Ca
         yield layer.input_layernorm, around(f"{name}.attn")
         yield layer.post_attention_layernorm, around(f"{name}.ffn")
         yield layer.self_attn, output(f"{name}.attn.out")
-        if hasattr(layer.self_attn, "indexer"):
-            yield layer.self_attn.indexer, output(f"{name}.attn.picks")
+        owner = getattr(layer.self_attn, "compressor", None) or layer.self_attn
+        if hasattr(owner, "indexer"):
+            yield owner.indexer, output(f"{name}.attn.picks")
         yield layer.mlp, output(f"{name}.ffn.out")
         if hasattr(layer.mlp, "gate"):
             yield layer.mlp.gate, router(f"{name}.ffn")
