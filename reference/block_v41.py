@@ -80,7 +80,7 @@ def stack_of(
     model: V41Config, *, cast: CastPoints, score_order: ScoreOrder, layout: PageLayout, combine: Combine
 ) -> V41Stack:
     """The parts of a model, with pages of 128 tokens and steps that may take six back, as released."""
-    a, moe = model.attention, model.moe
+    a = model.attention
     csa2 = Csa2Config(
         hidden=model.hidden,
         num_heads=a.num_heads,
@@ -110,6 +110,11 @@ def stack_of(
         layout=layout,
         eps=model.norm_eps,
     )
+    return V41Stack(model=model, csa2=csa2, ffn=_ffn(model, combine))
+
+
+def _ffn(model: V41Config, combine: Combine) -> FfnConfig:
+    moe, limit = model.moe, model.moe.swiglu_limit
     router = RouterConfig(
         num_experts=moe.experts,
         topk=moe.topk,
@@ -117,10 +122,8 @@ def stack_of(
         weight_sum=WeightSum.PLUS_EPS,
         route_scale=moe.route_scale,
     )
-    limit = moe.swiglu_limit
     quantised = MoeConfig(routed=MXFP4, shared=FP8_32X32, activation=Q8, swiglu_limit=limit, combine=combine)
-    ffn = FfnConfig(router=router, swiglu_limit=limit, weigh=WeighExperts.BEFORE_DOWN, quantised=quantised)
-    return V41Stack(model=model, csa2=csa2, ffn=ffn)
+    return FfnConfig(router=router, swiglu_limit=limit, weigh=WeighExperts.BEFORE_DOWN, quantised=quantised)
 
 
 def start_v41(

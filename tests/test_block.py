@@ -371,16 +371,10 @@ def test_the_table_of_peers_sees_a_difference() -> None:
         assert len(peer_table.failures(found)) == 1
 
 
-# parity with each candidate
-
-
 def test_the_default_gate_passes(judged: Judged) -> None:
     outcomes = [o for o in judged("block") if o.check not in ("golden",)]
     assert [o.id for o in outcomes if o.status is not Status.PASSED] == []
     assert {o.op for o in outcomes} >= {"block_v3", "block_v4", "blocks_v41"}
-
-
-# batch invariance
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -390,9 +384,6 @@ def test_a_block_of_v4_does_not_see_what_follows(layer: int) -> None:
     for kept in (1, 3, 4, 8):
         cut = {name: inputs[name][:kept] for name in ("stream_tnm", "token_t")}
         assert torch.equal(block_v4(**(inputs | cut)), whole[:kept])
-
-
-# golden vectors
 
 
 def test_golden_vectors_match() -> None:
