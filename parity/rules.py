@@ -514,11 +514,8 @@ CSA2_STACK = Budget(kind="csa2 stack", element_factor=3.0, element_slack=4.0, ro
 BLOCK = Budget(kind="block", element_factor=2.5, element_slack=3.0, row=4.0, total=1.6, bias=8.0, bias_t=0.01)
 
 # a norm, rounded, and a product of what it leaves (in V4 a sum of two): 240 judgements of right ones in bf16 (20 seeds,
-# evidence/mtp-join*.json) need 1.0 of RIVAL's rms in every row and in total; fp32 has the limits of products in fp32
-JOIN = {
-    torch.bfloat16: Budget(kind="norm and product", row=2.5, total=1.5, bias=0.5, bias_t=0.01),
-    torch.float32: F32_PRODUCT,
-}
+# evidence/mtp-join*.json) need 1.0 of RIVAL's rms in every row and in total
+JOIN = Budget(kind="norm and product", row=2.5, total=1.5, bias=0.5, bias_t=0.01)
 # one attention layer of V4 on given rows: the roundings of a CSA2 layer with quantiser groups of 128 instead of 32, so
 # that the error of a row hangs on fewer scales (a row of RIVAL is lucky by more than 2.5 in one of some 500)
 V4_LAYER = Budget(kind="v4 layer", element_factor=2.5, element_slack=3.0, row=5.0, total=2.0, bias=1.0, bias_t=0.01)

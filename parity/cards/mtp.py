@@ -21,6 +21,7 @@ from ..relations import Context, Variant, row_chunks
 from ..rules import BLOCK, JOIN, Close
 from ..stacks import table_of
 from .block import GAIN, V3Case, V4Case, later_tokens, v3_config, v4_config
+from .linear import F32_PRODUCT
 
 _mutant, _control = variants("mtp")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -240,7 +241,7 @@ def one_regime(case: JoinCase) -> str | None:
 JOIN_V3 = Op(
     name="mtp_join",
     reference="deeptwin.reference.mtp:mtp_join",
-    outputs=(Output(name="x_tm", rule=JOIN),),
+    outputs=(Output(name="x_tm", rule={torch.bfloat16: JOIN, torch.float32: F32_PRODUCT}),),
     cases=cases_join,
     draw=draw_join,
     rows={"e_tm": 0, "h_tm": 0},
