@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
-from deeptwin.reference.config import PageLayout, TwoCaches
+from deeptwin.reference.config import PageLayout, RecordFormat, ScaleKind, TwoCaches
 
 from .providers import flash_mla_legacy
 
@@ -213,7 +213,7 @@ def two_cache_attn_triton(
             float32, `dtype` is not bfloat16 or float32, or an `out` buffer has another dtype.
         NotImplementedError: d is no power of two from 32 up, or rows or pages are not contiguous.
     """
-    dims = {"d": caches.main.channels}
+    dims = {"d": caches.main.width}
     expect_shape("window_sd", window_sd, "sd", dims)
     expect_dtype("window_sd", window_sd, torch.bfloat16)
     _check_pair(q_thd, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype)
@@ -246,7 +246,7 @@ def two_cache_attn_decode_triton(
     expect_shape("window_pow", window_pow, "pow", {"w": caches.window.record_bytes})
     expect_dtype("window_pow", window_pow, torch.uint8)
     _check_pair(q_thd, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype)
-    kind = caches.window.quant.code.value
+    kind = _kind(caches.window)
     return _launch_pair(
         q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, kind, caches, dtype, launch, out
     )
@@ -261,7 +261,7 @@ def _check_pair(
     caches: TwoCaches,
     dtype: torch.dtype,
 ) -> None:
-    dims = {"d": caches.main.channels}
+    dims = {"d": caches.main.width}
     expect_shape("q_thd", q_thd, "thd", dims)
     expect_dtype("q_thd", q_thd, torch.bfloat16)
     if dtype not in (torch.bfloat16, torch.float32):
@@ -298,7 +298,7 @@ def _launch_pair(
         main_pow,
         main_idx_tk,
         sink_h,
-        kinds=(kind, caches.main.quant.code.value),
+        kinds=(kind, _kind(caches.main)),
         groups=(caches.window.quant.group, caches.main.quant.group),
         sectioned=caches.layout is PageLayout.SECTIONED,
         scale=caches.scale,
@@ -321,6 +321,13 @@ def _expect_specialised(q_thd: Tensor, kv_pod: Tensor, name: str, value_dim: int
         raise NotImplementedError(f"{name}: expected rows one behind the other, got strides {kv_pod.stride()}")
     if not q_thd.is_cuda or torch.cuda.get_device_capability(q_thd.device)[0] != 9:
         raise NotImplementedError(f"q_thd: expected a tensor on SM90, got one on {q_thd.device}")
+
+
+def _kind(fmt: RecordFormat) -> str:
+    """What the kernel calls a format."""
+    if fmt.tail and (fmt.tail, fmt.pad, fmt.quant.scale) != (fmt.quant.group, 1, ScaleKind.UE8M0):
+        raise NotImplementedError(f"caches: expected a tail of one group behind UE8M0 scales, got {fmt.name}")
+    return "v4" if fmt.tail else fmt.quant.code.value
 
 
 def _check_lists(

@@ -266,7 +266,8 @@ def _signature(op: Op) -> str:
     from .card import resolve
 
     signature = inspect.signature(resolve(op.reference))
-    kept = [p.replace(annotation=inspect.Parameter.empty) for name, p in signature.parameters.items() if name != "num"]
+    shown = [p for name, p in signature.parameters.items() if name not in ("num", "tap")]
+    kept = [p.replace(annotation=inspect.Parameter.empty) for p in shown]
     names = signature.replace(parameters=kept, return_annotation=inspect.Signature.empty)
     return f"{op.name}{names} -> {', '.join(o.name for o in op.outputs)}"
 
@@ -658,11 +659,13 @@ def account(
 
     Example: `deeptwin account v41-flash`
     """
-    from deeptwin.reference.presets import PRESETS, preset
+    from deeptwin.reference.presets import PRESETS, V41Config, preset
 
     from . import accounts
 
     config = preset(_choose("model", model.replace("-", "_"), list(PRESETS), f"One of {', '.join(PRESETS)}."))
+    if not isinstance(config, V41Config):
+        raise typer.BadParameter(f"expected a model of the V4.1 family, got {config.name}")
     if as_json:
         console.print_json(json.dumps(accounts.to_json(config)))
         return

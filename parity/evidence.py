@@ -197,6 +197,27 @@ KINDS = {
     "csa2-output": Kind(component="csa2", op="csa2_output", output="y_tm", cases=_default_cases("csa2", "csa2_output")),
     "csa2-stack": Kind(component="csa2", op="csa2_run", output="h_tm", cases=_stack_cases, kill_seeds=5),
     "csa2-pages": Kind(component="csa2", op="csa2_run", output="page_pq", cases=_stack_cases, kill_seeds=5),
+    "block-v3": Kind(
+        component="block", op="block_v3", output="h_tm", cases=_default_cases("block", "block_v3", dtype="bf16")
+    ),
+    "block-v4": Kind(component="block", op="block_v4", output="stream_tnm", cases=_default_cases("block", "block_v4")),
+    "block-v41": Kind(
+        component="block",
+        op="blocks_v41",
+        output="stream_tnm",
+        cases=_default_cases("block", "blocks_v41"),
+        kill_seeds=5,
+    ),
+    "block-mtp": Kind(component="mtp", op="mtp_v4", output="logits_tv", cases=_default_cases("mtp", "mtp_v4")),
+    "mtp-join": Kind(
+        component="mtp", op="mtp_join", output="x_tm", cases=_default_cases("mtp", "mtp_join", dtype="bf16")
+    ),
+    "mtp-join-streams": Kind(
+        component="mtp",
+        op="mtp_join_streams",
+        output="stream_tnm",
+        cases=_default_cases("mtp", "mtp_join_streams"),
+    ),
     "csa2-states": Kind(component="csa2", op="csa2_run", output="state_sq", cases=_stack_cases, kill_seeds=5),
 }
 

@@ -171,7 +171,7 @@ def _stored(value: Tensor, output: Output, arguments: Inputs) -> Tensor:
 def accepted_parameters(function: Callable[..., Any], op: Op) -> set[str]:
     """Names a candidate accepts; SignatureError unless it takes the reference's parameters (style rule C3)."""
     reference = inspect.signature(resolve(op.reference)).parameters
-    expected = [name for name in reference if name != "num"]
+    expected = [name for name in reference if name not in ("num", "tap")]
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:

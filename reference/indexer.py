@@ -6,13 +6,12 @@ Every query has H small heads, every compressed entry one small key; both are st
 
 and −inf for entries that are not visible yet. The weights w are signed and come from the hidden row. Keys are a linear
 map of the compressor's latent *before* it is rotated, normalised, rotated at the position of the entry's first token.
-There is no Hadamard transform here: it belongs to V4.
 
 A query or key row is a record of 68 bytes (w): 64 bytes of e2m1 codes, element 2i in the low nibble of byte i, then
 the 4 UE8M0 scales of its groups of 32 (`INDEX_FP4`). Pages of a cache hold the codes of all their entries first and
 the scales of all entries behind them.
 
-How scores are rounded is the contract of a kernel and not of the model, and shipped kernels differ: `ScoreOrder`.
+How scores are rounded is the contract of a kernel, not of the model, and shipped kernels differ: `ScoreOrder`.
 """
 
 from __future__ import annotations
@@ -146,10 +145,10 @@ def index_scores(
         [t, k * block_size] with blocks, in fp32 (ScoreOrder.FP32) or bf16.
 
     Rounding:
-        FP32: every dot product and the weighted sum over heads to fp32. BF16_RELEASE: dot product, weighted product
-        and sum each to bf16. BF16_CHAINS: the dot product to fp32, its positive part t to bf16; chain c of four takes
-        heads c, c + 4, ... in ascending order, A_c <- bf16(t w + A_c) in one rounding; then
-        bf16(bf16(A_0 + A_2) + bf16(A_1 + A_3)).
+        FP32: every dot product and the weighted sum over heads to fp32; BF16_ONCE: that sum then to bf16.
+        BF16_RELEASE: dot product, weighted product and sum each to bf16. BF16_CHAINS: the dot product to fp32, its
+        positive part t to bf16; chain c of four takes heads c, c + 4, ... in ascending order, A_c <- bf16(t w + A_c) in
+        one rounding; then bf16(bf16(A_0 + A_2) + bf16(A_1 + A_3)).
 
     Edges:
         keys that a row does not see may hold any bytes. A block of −1 and a key outside the buffer are −inf. A zero
@@ -168,7 +167,7 @@ def index_scores(
     entry_ts = _entries(length_t, blocks_tk, block_size, dims["s"])
     row_ts = torch.where(entry_ts >= 0, first_t.long()[:, None] + entry_ts, -1)
     k_sd = dequantize(*_parted(k_sw), fmt=INDEX_FP4.quant, num=num)
-    return _scored(q_thw, k_sd, w_th, row_ts, order, num)
+    return score_rows(_query_values(q_thw, num), k_sd, w_th, row_ts, order=order, num=num)
 
 
 def index_scores_paged(
@@ -207,20 +206,19 @@ def index_scores_paged(
     page_pw, data = cache_pow.flatten(1), o * INDEX_FP4.data_bytes
     codes, sf = page_pw[:, :data].reshape(p * o, 64), page_pw[:, data:].reshape(p * o, 4)
     k_sd = dequantize(codes, sf, fmt=INDEX_FP4.quant, num=num)
-    return _scored(q_thw, k_sd, w_th, row_ts, order, num)
+    return score_rows(_query_values(q_thw, num), k_sd, w_th, row_ts, order=order, num=num)
 
 
-def _scored(q_thw: Tensor, k_sd: Tensor, w_th: Tensor, row_ts: Tensor, order: ScoreOrder, num: Numerics) -> Tensor:
+def score_rows(
+    q_thd: Tensor, k_sd: Tensor, w_th: Tensor, row_ts: Tensor, *, order: ScoreOrder, num: Numerics = CONTRACT
+) -> Tensor:
     """One query at a time against the rows of `k_sd` that it sees; a row outside is −inf and never read."""
-    t, h, _ = q_thw.shape
-    q_yd = dequantize(*_parted(q_thw.flatten(0, 1)), fmt=INDEX_FP4.quant, num=num)
-    q_thd, w_th = q_yd.unflatten(0, (t, h)), num.wide(w_th)
+    w_th = num.wide(w_th)
     scores_ts = torch.full(row_ts.shape, -torch.inf, dtype=num.carrier, device=row_ts.device)
-    weighted = WEIGHTED[order]
-    for token in range(t):
+    for token in range(len(q_thd)):
         seen_s = (row_ts[token] >= 0) & (row_ts[token] < k_sd.shape[0])
         dots_hs = num.einsum("hd,sd->hs", q_thd[token], k_sd[row_ts[token][seen_s]])
-        scores_ts[token, seen_s] = weighted(dots_hs, w_th[token], num)
+        scores_ts[token, seen_s] = WEIGHTED[order](dots_hs, w_th[token], num)
     return scores_ts
 
 
@@ -240,6 +238,7 @@ def _weighted_chains(dots_hs: Tensor, w_h: Tensor, num: Numerics) -> Tensor:
 
 WEIGHTED = {
     ScoreOrder.FP32: lambda dots_hs, w_h, num: num.f32(num.einsum("h,hs->s", w_h, dots_hs.relu())),
+    ScoreOrder.BF16_ONCE: lambda dots_hs, w_h, num: num.bf16(num.einsum("h,hs->s", w_h, dots_hs.relu())),
     ScoreOrder.BF16_RELEASE: _weighted_release,
     ScoreOrder.BF16_CHAINS: _weighted_chains,
 }
@@ -259,15 +258,17 @@ def _rotated_records(x_thd: Tensor, table_ir: Tensor, positions_t: Tensor, name:
     if x_thd.dim() == 3 and x_thd.shape[2] != INDEX_FP4.channels:
         raise ValueError(f"{name}: expected {INDEX_FP4.channels} channels, got shape {tuple(x_thd.shape)}")
     expect_dtype("table_ir", table_ir, torch.float32)
-    turned_thd = rope(
-        x_thd, table_ir, positions_t, pairing=Pairing.INTERLEAVED, span=RopeSpan.LAST, inverse=False, num=num
-    )
-    codes, sf = quantize(turned_thd.flatten(0, 1), fmt=INDEX_FP4.quant, num=num)
-    return torch.cat([codes, sf], dim=1).unflatten(0, x_thd.shape[:2])
+    kind = {"pairing": Pairing.INTERLEAVED, "span": RopeSpan.LAST, "inverse": False}
+    turned_yd = rope(x_thd, table_ir, positions_t, num=num, **kind).flatten(0, 1)
+    return torch.cat(quantize(turned_yd, fmt=INDEX_FP4.quant, num=num), dim=1).unflatten(0, x_thd.shape[:2])
 
 
 def _parted(records_yw: Tensor) -> tuple[Tensor, Tensor]:
     return records_yw[:, : INDEX_FP4.data_bytes], records_yw[:, INDEX_FP4.data_bytes :]
+
+
+def _query_values(q_thw: Tensor, num: Numerics) -> Tensor:
+    return dequantize(*_parted(q_thw.flatten(0, 1)), fmt=INDEX_FP4.quant, num=num).unflatten(0, q_thw.shape[:2])
 
 
 def _entries(length_t: Tensor, blocks_tk: Tensor | None, block_size: int, columns: int) -> Tensor:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from .checks import expect_dtype, expect_positive, expect_shape
-from .config import CodeKind, PageLayout, RecordFormat, ScaleKind, TwoCaches
+from .config import PageLayout, RecordFormat, TwoCaches
+from .kv_cache import record_addresses, unpack_records
 from .numerics import CONTRACT, Numerics
-from .quant import dequantize
 
 
 def sparse_attn(
@@ -128,7 +128,7 @@ def two_cache_attn(
     """Prefill: window keys are bf16 rows (history, then this chunk), compressed keys are records.
 
     Shapes:
-        q_thd: [t, h, d]; window_sd: [s, d], d = caches.main.channels; window_idx_tk: int32 [t, any], rows of window_sd;
+        q_thd: [t, h, d]; window_sd: [s, d], d = caches.main.width; window_idx_tk: int32 [t, any], rows of window_sd;
         main_pow: uint8 [p, o, w] pages of o records, any page stride; main_idx_tk: int32 [t, any], page * o + slot;
         sink_h: fp32 [h] or None; returns out_thd [t, h, d] and lse_th [t, h].
 
@@ -142,7 +142,7 @@ def two_cache_attn(
         ValueError: shapes disagree, or w is not the bytes of a record of `caches`.
         TypeError: pages are not uint8, indices are not int32, the sink is not float32, or `dtype` is no storage dtype.
     """
-    dims = {"d": caches.main.channels}
+    dims = {"d": caches.main.width}
     expect_shape("window_sd", window_sd, "sd", dims)
     valid_tk, row_y = _listed("window_idx_tk", window_idx_tk, dims, q_thd, window_sd.shape[0])
     window = valid_tk, _scatter(valid_tk, window_sd[row_y], num)
@@ -214,18 +214,10 @@ def _record_keys(
     dims = {"w": fmt.record_bytes}
     expect_shape(f"{name}_pow", cache_pow, "pow", dims)
     expect_dtype(f"{name}_pow", cache_pow, torch.uint8)
-    valid_tk, slot_y = _listed(f"{name}_idx_tk", idx_tk, {"d": fmt.channels}, q_thd, dims["p"] * dims["o"])
-    page_y, slot_y = slot_y // max(dims["o"], 1), slot_y % max(dims["o"], 1)
-    data, step = fmt.data_bytes, fmt.record_bytes
-    sectioned = layout is PageLayout.SECTIONED  # all codes of a page, then all scales
-    data_y = slot_y * (data if sectioned else step)
-    sf_y = dims["o"] * data + slot_y * (step - data) if sectioned else data_y + data
-    page_pb = cache_pow.flatten(1)
-    codes = page_pb[page_y[:, None], data_y[:, None] + torch.arange(data)]
-    sf = page_pb[page_y[:, None], sf_y[:, None] + torch.arange(step - data)]
-    sf = sf.view(torch.float8_e4m3fn) if fmt.quant.scale is ScaleKind.E4M3 else sf
-    codes = codes.view(torch.float8_e4m3fn) if fmt.quant.code is CodeKind.E4M3 else codes
-    return valid_tk, _scatter(valid_tk, dequantize(codes, sf, fmt=fmt.quant, num=num), num)
+    valid_tk, slot_y = _listed(f"{name}_idx_tk", idx_tk, {"d": fmt.width}, q_thd, dims["p"] * dims["o"])
+    page_y1, byte_yw = record_addresses(slot_y, dims["o"], fmt, layout)
+    keys_yd = unpack_records(cache_pow.flatten(1)[page_y1, byte_yw], fmt=fmt, num=num)
+    return valid_tk, _scatter(valid_tk, keys_yd, num)
 
 
 def _attend(

@@ -1,7 +1,8 @@
-"""The grouped low-rank output of CSA2: each group of heads meets its own block of wo_a.
+"""The grouped low-rank output of CSA2, CSA and HCA: each group of heads meets its own block of wo_a.
 
-Rows are bf16, or e4m3 codes with a UE8M0 scale for 32 channels; weights are e4m3 codes with a UE8M0 scale for a tile of
-32 x 32. All of them are exact in bf16, where the products are taken; sums are fp32 in ascending order of channels.
+Rows are bf16, or e4m3 codes with a UE8M0 scale for 32 or 128 channels; weights are bf16, or e4m3 codes with a UE8M0
+scale for a square tile of as many. All of them are exact in bf16, where the products are taken; sums are fp32 in
+ascending order of channels.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def _grouped_output(
     group_width,
     stride_ut,
     QUANTIZED: tl.constexpr,
+    WEIGHT_TILE: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -71,15 +74,20 @@ def _grouped_output(
         column = group * group_width + channel
         if QUANTIZED:
             code = tl.load(u_ptr + row[:, None] * stride_ut + column[None, :], mask=u_mask, other=0)
-            sf = tl.load(u_sf_ptr + row[:, None] * (width // 32) + (column // 32)[None, :], mask=u_mask, other=0)
+            u_sf_at = u_sf_ptr + row[:, None] * (width // ROW_GROUP) + (column // ROW_GROUP)[None, :]
+            sf = tl.load(u_sf_at, mask=u_mask, other=0)
             u = (e4m3_value(code, BITS) * ue8m0_value(sf)).to(tl.bfloat16)
         else:
             u = tl.load(u_ptr + row[:, None] * stride_ut + column[None, :], mask=u_mask, other=0.0)
         w_mask = in_outputs[:, None] & in_group[None, :]
-        code = tl.load(w_ptr + w_row[:, None] * group_width + channel[None, :], mask=w_mask, other=0)
-        w_sf_at = w_sf_ptr + (w_row // 32)[:, None] * (group_width // 32) + (channel // 32)[None, :]
-        sf = tl.load(w_sf_at, mask=w_mask, other=0)
-        w = (e4m3_value(code, BITS) * ue8m0_value(sf)).to(tl.bfloat16)
+        w_at = w_ptr + w_row[:, None] * group_width + channel[None, :]
+        if WEIGHT_TILE:
+            code = tl.load(w_at, mask=w_mask, other=0)
+            w_sf_row = (w_row // WEIGHT_TILE)[:, None] * tl.cdiv(group_width, WEIGHT_TILE)
+            sf = tl.load(w_sf_ptr + w_sf_row + (channel // WEIGHT_TILE)[None, :], mask=w_mask, other=0)
+            w = (e4m3_value(code, BITS) * ue8m0_value(sf)).to(tl.bfloat16)
+        else:
+            w = tl.load(w_at, mask=w_mask, other=0.0)
         acc = tl.dot(u, tl.trans(w), acc)
 
     # 3. store
@@ -91,14 +99,16 @@ def grouped_output(
     u_tk: torch.Tensor,
     u_sf: torch.Tensor | None,
     w_q: torch.Tensor,
-    w_sf: torch.Tensor,
+    w_sf: torch.Tensor | None,
     *,
     groups: int,
     dtype: torch.dtype,
+    weight_tile: int = 32,
+    row_group: int = 32,
     launch: GroupedLaunch | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """z [t, groups * rank] of rows u_tk, bf16 or e4m3 codes with their scales.
+    """z [t, groups * rank] of rows u_tk and weights, each bf16 or e4m3 codes with their scales.
 
     Raises:
         ValueError: `out` has another shape or is not contiguous.
@@ -113,14 +123,16 @@ def grouped_output(
     _grouped_output[(triton.cdiv(t, launch.rows), triton.cdiv(rank, launch.outputs), groups)](
         u_tk if u_sf is None else u_tk.view(torch.uint8),
         u_tk if u_sf is None else u_sf,
-        w_q.view(torch.uint8),
-        w_sf,
+        w_q if w_sf is None else w_q.view(torch.uint8),
+        w_q if w_sf is None else w_sf,
         z_tf,
         t,
         rank,
         w_q.shape[1],
         u_tk.stride(0),
         QUANTIZED=u_sf is not None,
+        WEIGHT_TILE=0 if w_sf is None else weight_tile,
+        ROW_GROUP=row_group,
         ROWS=launch.rows,
         OUTPUTS=launch.outputs,
         CHANNELS=launch.channels,

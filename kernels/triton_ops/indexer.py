@@ -19,7 +19,12 @@ from .split_softmax import arch_of
 
 CODE_BYTES, SCALE_BYTES, RECORD = tl.constexpr(64), tl.constexpr(4), 68
 SMALLEST_AMAX = 6 * 2.0**-126
-SCORE_DTYPES = {"fp32": torch.float32, "bf16_release": torch.bfloat16, "bf16_chains": torch.bfloat16}
+SCORE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16_once": torch.bfloat16,
+    "bf16_release": torch.bfloat16,
+    "bf16_chains": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -610,7 +615,7 @@ def index_scores(
         k_sw.stride(0),
         w_th.stride(0),
         GROUPS=triton.cdiv(h, 16),
-        ORDER=order,
+        ORDER="fp32" if order == "bf16_once" else order,  # rounded as it is stored
         FMA=launch.fma,
         QUERIES=launch.queries,
         BLOCK=launch.block_keys,
@@ -700,7 +705,7 @@ def _entries(
         PAGED=table_tj is not None,
         RESTRICTED=blocks_tk is not None,
         GROUPS=triton.cdiv(h, 16),
-        ORDER=order,
+        ORDER="fp32" if order == "bf16_once" else order,  # rounded as it is stored
         FMA=launch.fma,
         BLOCK=launch.block_keys,
         num_warps=launch.num_warps,

@@ -16,6 +16,7 @@ import triton.language as tl
 from . import require_runnable
 from .quant import ue8m0_value
 from .split_softmax import LOG2_E, LOWEST, arch_of, finish_rows, require_rows
+from .v4_cache import bf16_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ def e2m1_value(nibble):
 @triton.jit
 def load_entries(
     cache_ptr,
+    tail_ptr,
     idx,
     valid,
     page_slots,
@@ -87,6 +89,29 @@ def load_entries(
     if KIND == "rows":
         at = page_at + slot * row_stride
         keys = tl.load(at[:, None] + tl.arange(0, CHANNELS)[None, :], mask=valid[:, None], other=0.0)
+    elif KIND == "v4":
+        # the last group is bf16, eight scale bytes of which the last is none
+        CODED: tl.constexpr = CHANNELS - GROUP
+        LINES: tl.constexpr = CHANNELS // GROUP
+        ROW: tl.constexpr = CODED + 2 * GROUP
+        if SECTIONED:
+            data_at = page.to(tl.int64) * page_stride + slot * ROW
+            scale_at = page_at + tl.cast(page_slots, tl.int64) * ROW + slot * LINES
+            tail = data_at + CODED
+        else:
+            data_at = page.to(tl.int64) * page_stride + slot * (ROW + LINES)
+            scale_at = cache_ptr + data_at + CODED
+            tail = data_at + CODED + LINES
+        channel = tl.arange(0, CHANNELS)
+        is_coded = channel < CODED
+        mask = valid[:, None] & is_coded[None, :]
+        code = tl.load((cache_ptr + data_at)[:, None] + channel[None, :], mask=mask, other=0)
+        raw = tl.load(scale_at[:, None] + tl.arange(0, LINES)[None, :], mask=valid[:, None], other=0)
+        value = e4m3_value(tl.reshape(code, [KEYS, LINES, GROUP]), BITS) * ue8m0_value(raw)[:, :, None]
+        coded = tl.reshape(value.to(tl.bfloat16), [KEYS, CHANNELS])
+        tail_at = (tail_ptr + tail // 2)[:, None] + (channel - CODED)[None, :]
+        kept = tl.load(tail_at, mask=valid[:, None] & (channel >= CODED)[None, :], other=0.0)
+        keys = tl.where(is_coded[None, :], coded, kept)
     else:
         GROUPS: tl.constexpr = CHANNELS // GROUP
         DATA: tl.constexpr = CHANNELS if KIND == "e4m3" else CHANNELS // 2
@@ -128,8 +153,10 @@ def attend_entries(q, keys, valid, top, total, acc, scale_log2):
 def _attend_two_caches(
     q_ptr,
     window_ptr,
+    window_tail_ptr,
     window_idx_ptr,
     main_ptr,
+    main_tail_ptr,
     main_idx_ptr,
     sink_ptr,
     out_ptr,
@@ -182,6 +209,7 @@ def _attend_two_caches(
             valid = (idx >= 0) & (idx < window_rows)
             keys = load_entries(
                 window_ptr,
+                window_tail_ptr,
                 idx,
                 valid,
                 window_slots,
@@ -200,6 +228,7 @@ def _attend_two_caches(
             valid = (idx >= 0) & (idx < main_rows)
             keys = load_entries(
                 main_ptr,
+                main_tail_ptr,
                 idx,
                 valid,
                 main_slots,
@@ -235,10 +264,12 @@ def two_cache_attn(
     launch: TwoCacheLaunch | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch: `kinds` of window and main are "rows" (bf16 [s, d]), "e4m3" or "e2m1" (record pages), with their groups.
+    """Launch: `kinds` of window and main are "rows" (bf16 [s, d]), "e4m3" or "e2m1" (record pages), "v4"
+    (records with a bf16 tail), with their groups.
 
     Raises:
-        NotImplementedError: the channels are no power of two from 32 up, or rows or pages are not contiguous.
+        NotImplementedError: the channels are no power of two from 32 up, rows or pages are not contiguous, or a page
+            with tails begins at an odd byte.
         ValueError: an `out` buffer has another shape or is not contiguous.
         TypeError: an `out` buffer has another dtype.
     """
@@ -263,8 +294,10 @@ def two_cache_attn(
     _attend_two_caches[(num_tokens * head_tiles,)](
         q_thd,
         window,
+        _tails(window_name, window, kinds[0]),
         window_idx_tk,
         main_pow,
+        _tails("main_pow", main_pow, kinds[1]),
         main_idx_tk,
         out_thu if sink_h is None else sink_h.contiguous(),
         out_thu,
@@ -297,6 +330,11 @@ def two_cache_attn(
         num_stages=launch.num_stages,
     )
     return out_thu, lse_th
+
+
+def _tails(name: str, pages: torch.Tensor, kind: str) -> torch.Tensor:
+    """A bf16 view of pages with tails; any others stand for themselves and are not read."""
+    return bf16_view(name, pages) if kind == "v4" else pages
 
 
 def require_page(name: str, pages: torch.Tensor) -> None:

@@ -681,11 +681,17 @@ F32_SCORES = Budget(
 RULES: dict[ScoreOrder, Rule] = {
     ScoreOrder.FP32: F32_SCORES,
     # a sum of rounded products that cancels is off by more than an ulp of what is left of it
+    ScoreOrder.BF16_ONCE: OneRounding(cancellation=2.0**-7),
     ScoreOrder.BF16_RELEASE: OneRounding(cancellation=2.0**-7),
     ScoreOrder.BF16_CHAINS: Bitwise(),
 }
 SCORE_DTYPES = {ScoreOrder.FP32: torch.float32}
-SHORT = {ScoreOrder.FP32: "fp32", ScoreOrder.BF16_RELEASE: "release", ScoreOrder.BF16_CHAINS: "chains"}
+SHORT = {
+    ScoreOrder.FP32: "fp32",
+    ScoreOrder.BF16_ONCE: "once",
+    ScoreOrder.BF16_RELEASE: "release",
+    ScoreOrder.BF16_CHAINS: "chains",
+}
 EVERY_ORDER = (
     _mutant("relu_missing", "U24", "negative dot products count"),
     _mutant("relu_after_the_sum", "U24", "the positive part is taken of the sum, not of each head"),
@@ -718,6 +724,7 @@ CHAINS_ONLY = (
 )
 OTHERS = {
     ScoreOrder.FP32: (_mutant("order_of_the_release", "U17", "scores are rounded to bf16 on the way"),),
+    ScoreOrder.BF16_ONCE: (_mutant("order_of_the_release", "R2", "products are rounded before they are added"),),
     ScoreOrder.BF16_RELEASE: (
         _mutant("order_of_the_chains", "R2", "the order of the fused kernel"),
         _mutant("order_of_fp32", "R2", "rounded once, at the end"),
@@ -742,6 +749,7 @@ BUFFER_BUILDS = {
             expect=PRODUCT,
         ),
     ),
+    ScoreOrder.BF16_ONCE: (),
     ScoreOrder.BF16_RELEASE: (),
     ScoreOrder.BF16_CHAINS: (
         BuildCase(

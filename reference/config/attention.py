@@ -109,8 +109,8 @@ class TwoCaches:
     scale: float  # factor of the scores
 
     def __post_init__(self) -> None:
-        if self.window.channels != self.main.channels:
-            raise ValueError(f"main: expected {self.window.channels} channels, got {self.main.channels}")
+        if self.window.width != self.main.width:
+            raise ValueError(f"main: expected {self.window.width} channels, got {self.main.width}")
         if not self.scale > 0:
             raise ValueError(f"scale: expected a positive number, got {self.scale}")
 
@@ -131,6 +131,7 @@ class FusedStore:
     eps: float
     layout: PageLayout
     tap: RecordTap
+    fmt: RecordFormat | None = None  # one of RECORD_WRITERS where these know the width of the cache
 
     def __post_init__(self) -> None:
         if not self.eps > 0:
@@ -201,5 +202,6 @@ class ScoreOrder(enum.Enum):
     """How index scores are rounded and in which order heads are added; published implementations disagree."""
 
     FP32 = "fp32"  # dot products and their weighted sum in fp32, fp32 scores: the quality oracle
+    BF16_ONCE = "bf16_once"  # FP32, then one rounding to bf16: as the V4 report describes it
     BF16_RELEASE = "bf16_release"  # dot product, weighted product and sum each rounded to bf16: DeepSeek release code
     BF16_CHAINS = "bf16_chains"  # four chains of bf16 fma, heads c, c + 4, c + 8, ... each: DeepGEMM on SM100

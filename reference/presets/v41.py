@@ -1,13 +1,10 @@
-"""Whole models in numbers: the released configurations, as the components of this room are sized by them.
-
-Nothing here computes with tensors. A preset is a function; variants are made with `dataclasses.replace`.
-"""
+"""V4.1-Flash in numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import MHC_V41, MhcConfig
+from ..config import MHC_V41, MhcConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,18 +204,3 @@ def _v41_flash_vision() -> VisionSizes:
         min_pixels=295936,
         image_token_id=129264,
     )
-
-
-PRESETS = {"v41_flash": v41_flash}
-
-
-def preset(name: str) -> V41Config:
-    """The preset called `name`; `-` and `_` are the same.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
-    key = name.replace("-", "_")
-    if key not in PRESETS:
-        raise ValueError(f"name: expected one of {', '.join(PRESETS)}, got {name!r}")
-    return PRESETS[key]()

@@ -1,0 +1,389 @@
+"""Attention of V4 on the fast kernels: the contract is `reference/csa.py`, what layers share `reference/v4_layer.py`.
+
+Keys, entries and index keys are records whatever the form: whole sequences are one prefill step over fresh caches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deeptwin.reference.checks import expect_dtype, expect_shape
+from deeptwin.reference.config import (
+    FP8_1X128_UE8M0,
+    FP8_128X128_UE8M0,
+    INDEX_FP4,
+    FusedStore,
+    HeadNorm,
+    IndexCast,
+    OutputCast,
+    PageLayout,
+    Pairing,
+    RecordTap,
+    RopeSpan,
+    TwoCaches,
+    V4AttnConfig,
+    V4Kind,
+    WeightCast,
+)
+from deeptwin.reference.csa2_state import Csa2Batch, Csa2Step
+from deeptwin.reference.v4_state import V4Caches, v4_caches
+from deeptwin.reference.v4_weights import CompressorWeights, V4Weights, owned
+
+from .compressor import compress_decode_triton, compress_prefill_triton, compress_tail_triton
+from .hadamard import hadamard_triton
+from .indexer import index_scores_paged_triton, index_weights_triton
+from .kv_cache import load_records_triton, norm_rope_store_triton, store_records_triton
+from .linear import linear_codes_triton, linear_quant_triton, linear_triton
+from .quant import quantize_triton
+from .rms_norm import rms_norm_triton
+from .rope import rope_triton
+from .sparse_attn import two_cache_attn_decode_triton, two_cache_attn_triton
+from .topk import physical_slots_triton, topk_triton
+from .window import history_slots_triton, ring_slots_triton, window_decode_triton, window_prefill_triton
+
+if TYPE_CHECKING:
+    from deeptwin.kernels.triton_ops.csa import HeadNormLaunch
+    from deeptwin.kernels.triton_ops.csa2 import GroupedLaunch
+
+SECTIONED = PageLayout.SECTIONED
+
+
+def head_norm_rope_triton(
+    q_thd: Tensor,
+    table_sr: Tensor,
+    positions_t: Tensor,
+    *,
+    cast: HeadNorm,
+    eps: float,
+    launch: HeadNormLaunch | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalised heads with their last channels rotated. A position outside the table gives NaN.
+
+    Raises:
+        TypeError: q_thd is not bf16, the table not fp32, positions no integers, or `out` has another dtype.
+        ValueError: shapes disagree, or `out` does not fit.
+        NotImplementedError: a head has no power of two of channels.
+    """
+    dims: dict[str, int] = {}
+    expect_shape("q_thd", q_thd, "thd", dims)
+    expect_dtype("q_thd", q_thd, torch.bfloat16)
+    expect_shape("table_sr", table_sr, "sr", dims)
+    expect_dtype("table_sr", table_sr, torch.float32)
+    expect_shape("positions_t", positions_t, "t", dims)
+    expect_dtype("positions_t", positions_t, torch.int32, torch.int64)
+    if dims["r"] % 2 or dims["r"] > dims["d"]:
+        raise ValueError(f"table_sr: expected an even width up to d={dims['d']}, got r={dims['r']}")
+    from deeptwin.kernels.triton_ops import csa as kernels
+
+    return kernels.head_norm_rope(q_thd, table_sr, positions_t, cast=cast.value, eps=eps, launch=launch, out=out)
+
+
+def v4_output_triton(
+    out_thd: Tensor,
+    weights: V4Weights,
+    table_sr: Tensor,
+    positions_t: Tensor,
+    *,
+    config: V4AttnConfig,
+    launch: GroupedLaunch | None = None,
+) -> Tensor:
+    """Rotate back, grouped low-rank output, output projection.
+
+    Raises:
+        ValueError: shapes disagree.
+    """
+    expect_shape("out_thd", out_thd, "thd", {"h": config.num_heads, "d": config.head_dim, "t": len(positions_t)})
+    from deeptwin.kernels.triton_ops import csa2 as kernels
+
+    fused = config.output is OutputCast.FUSED
+    dtype = torch.float32 if fused else torch.bfloat16
+    u_tk = _rotated(out_thd, table_sr, positions_t, inverse=True, dtype=dtype).flatten(1)
+    u_q, u_sf = quantize_triton(u_tk, fmt=FP8_1X128_UE8M0) if fused else (u_tk, None)
+    z_tf = kernels.grouped_output(
+        u_q,
+        u_sf,
+        weights.wo_a,
+        weights.wo_a_sf,
+        groups=config.o_groups,
+        dtype=torch.bfloat16,
+        weight_tile=128,
+        row_group=128,
+        launch=launch,
+    )
+    return _product(z_tf, weights.wo_b, weights.wo_b_sf)
+
+
+def csa_select_triton(
+    x_tm: Tensor,
+    latent_ta: Tensor,
+    weights: V4Weights,
+    table_sr: Tensor,
+    positions_t: Tensor,
+    index_pow: Tensor,
+    table_tp: Tensor,
+    *,
+    config: V4AttnConfig,
+) -> Tensor:
+    """The entries that every query attends to.
+
+    Raises:
+        ValueError: shapes disagree; the weights have no indexer.
+        NotImplementedError: index keys are not FP4.
+    """
+    if config.index is not IndexCast.FP4:
+        raise NotImplementedError(f"config: expected index keys in FP4, got {config.index.name}")
+    expect_shape("x_tm", x_tm, "tm", {"t": len(latent_ta)})
+    heads, width = config.index_heads, config.index_dim
+    q_tk = _product(latent_ta, owned(weights.index_wq, "index_wq"), weights.index_wq_sf)
+    q_thd = _rotated(q_tk.unflatten(1, (heads, width)), table_sr, positions_t)
+    codes, sf = quantize_triton(hadamard_triton(q_thd.flatten(0, 1)), fmt=INDEX_FP4.quant)
+    q_thw = torch.cat([codes, sf], 1).unflatten(0, (len(x_tm), heads))
+    w_th = index_weights_triton(x_tm, owned(weights.index_head_hm, "index_head_hm"), scale=(heads * width) ** -0.5)
+    length_t = ((positions_t + 1) // config.ratio).to(torch.int32)
+    scores_tj = index_scores_paged_triton(
+        q_thw, index_pow, w_th, table_tp, length_t, None, block_size=1, order=config.score_order
+    )
+    return topk_triton(scores_tj, length_t.clamp(max=scores_tj.shape[1]), k=config.index_topk)
+
+
+def csa_attention_triton(
+    x_tm: Tensor,
+    weights: V4Weights,
+    table_sr: Tensor,
+    cu_seqlens: Tensor,
+    picks_tk: Tensor | None,
+    *,
+    config: V4AttnConfig,
+) -> Tensor:
+    """Whole sequences: one prefill step over fresh caches.
+
+    Raises:
+        ValueError: shapes disagree; config is not of kind CSA.
+        NotImplementedError: keys or index keys are not quantised.
+    """
+    caches, batch = whole_sequences(x_tm, cu_seqlens, config)
+    return csa_run_triton(x_tm, weights, table_sr, caches, batch, picks_tk, config=config)[0]
+
+
+def csa_run_triton(
+    x_tm: Tensor,
+    weights: V4Weights,
+    table_sr: Tensor,
+    caches: V4Caches,
+    batch: Csa2Batch,
+    picks_tk: Tensor | None,
+    *,
+    config: V4AttnConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Any steps; caches are copied once and then written in place.
+
+    Raises:
+        ValueError: shapes disagree; config is not of kind CSA; caches lack a part; the steps do not add up to t tokens,
+            or a decode step is longer than `config.backtracking`.
+        NotImplementedError: index keys are not FP4.
+    """
+    require_steps(x_tm, batch, config, V4Kind.CSA)
+    caches = caches.clone()
+    y_tm = torch.empty_like(x_tm, memory_format=torch.contiguous_format)
+    for step, row_t in batch.steps():
+        picks = None if picks_tk is None else picks_tk[row_t].contiguous()
+        y_tm[row_t] = _step(x_tm[row_t], weights, table_sr, caches, step, picks, config)
+    parts = (caches.main_pow, caches.pool, caches.index_pow, caches.index_pool)
+    main_pow, pool, index_pow, index_pool = (owned(part, "caches") for part in parts)
+    return y_tm, caches.ring_pow, main_pow, pool, index_pow, index_pool
+
+
+def _step(
+    x_tm: Tensor,
+    weights: V4Weights,
+    table_sr: Tensor,
+    caches: V4Caches,
+    step: Csa2Step,
+    picks_tk: Tensor | None,
+    config: V4AttnConfig,
+) -> Tensor:
+    q_thd, down_td, latent_ta = projected(x_tm, weights, table_sr, step.positions_t, config)
+    main_pow, index_pow = owned(caches.main_pow, "caches"), owned(caches.index_pow, "caches")
+    store_entries_(x_tm, weights, caches, table_sr, step, config)
+    index_yd, slot_y = step_entries_(
+        x_tm,
+        owned(weights.index_entry, "index_entry"),
+        owned(caches.index_pool, "caches"),
+        table_sr,
+        step,
+        config,
+    )
+    if config.index is not IndexCast.FP4:
+        raise NotImplementedError(f"config: expected index keys in FP4, got {config.index.name}")
+    store_records_triton(index_pow, hadamard_triton(index_yd), slot_y, layout=SECTIONED)
+    table_tp = step.table_bp[step.seq_t.long()].contiguous()
+    if picks_tk is None:
+        picks_tk = csa_select_triton(
+            x_tm, latent_ta, weights, table_sr, step.positions_t, index_pow, table_tp, config=config
+        )
+    slot_tk = physical_slots_triton(picks_tk, table_tp, page_entries=config.page_entries)
+    out_thd = attend_(q_thd, down_td, weights, main_pow, slot_tk, caches.ring_pow, table_sr, step, config)
+    return v4_output_triton(out_thd, weights, table_sr, step.positions_t, config=config)
+
+
+def whole_sequences(x_tm: Tensor, cu_seqlens: Tensor, config: V4AttnConfig) -> tuple[V4Caches, Csa2Batch]:
+    """Fresh caches and the one prefill step that advances sequences from position 0.
+
+    Raises:
+        ValueError: cu_seqlens does not split the rows of x_tm.
+        NotImplementedError: keys are not quantised.
+    """
+    expect_shape("cu_seqlens", cu_seqlens, "n", {})
+    if config.cache is None or (config.kind is V4Kind.CSA and config.index is IndexCast.PLAIN):
+        raise NotImplementedError(f"config: expected quantised caches, got cache={config.cache}, index={config.index}")
+    counts_b = cu_seqlens.diff().to(torch.int32)
+    if int(cu_seqlens[0]) or int(cu_seqlens[-1]) != len(x_tm) or bool((counts_b < 0).any()):
+        raise ValueError(f"cu_seqlens: expected numbers from 0 up to {len(x_tm)}, got {cu_seqlens.tolist()}")
+    pages_b = -(-counts_b.long() // config.page_tokens)
+    table_bp = torch.arange(max(int(pages_b.max()), 1) if len(pages_b) else 1, device=x_tm.device).to(torch.int32)
+    first_b1 = (pages_b.cumsum(0) - pages_b).to(torch.int32)[:, None]
+    table_bp = torch.where(table_bp < pages_b[:, None], first_b1 + table_bp, -1).to(torch.int32)
+    zeros_b = torch.zeros_like(counts_b)
+    batch = Csa2Batch(
+        counts_kb=counts_b[None],
+        decode_k=torch.zeros(1, dtype=torch.bool),
+        start_b=zeros_b,
+        valid_b=zeros_b,
+        state_b=torch.arange(len(counts_b), device=x_tm.device).to(torch.int32),
+        table_bp=table_bp,
+    )
+    pages = max(int(pages_b.sum()), 1)
+    return v4_caches(config, pages=pages, states=max(len(counts_b), 1), device=x_tm.device), batch
+
+
+def require_steps(x_tm: Tensor, batch: Csa2Batch, config: V4AttnConfig, kind: V4Kind) -> None:
+    """Raise ValueError unless the steps are those of x_tm, none is too long, and config is of the kind."""
+    if config.kind is not kind:
+        raise ValueError(f"config: expected kind {kind.name}, got {config.kind.name}")
+    expect_shape("x_tm", x_tm, "tm", {"m": config.hidden})
+    if int(batch.counts_kb.sum()) != len(x_tm):
+        raise ValueError(f"batch: expected steps of {len(x_tm)} tokens in all, got {batch.counts_kb.tolist()}")
+    longest = batch.counts_kb[batch.decode_k]
+    if longest.numel() and int(longest.max()) > config.backtracking:
+        raise ValueError(f"batch: expected decode steps of up to {config.backtracking}, got {longest.tolist()}")
+
+
+def projected(
+    x_tm: Tensor, weights: V4Weights, table_sr: Tensor, positions_t: Tensor, config: V4AttnConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query heads, the key before its norm, the query latent."""
+    expect_shape("x_tm", x_tm, "tm", {"t": len(positions_t), "m": config.hidden})
+    if weights.wq_a_sf is None or weights.wkv_sf is None:
+        down_ta, down_td = linear_triton(x_tm, weights.wq_a), linear_triton(x_tm, weights.wkv)
+    else:  # the rows are quantised once for both products
+        x_q, x_sf = quantize_triton(x_tm, fmt=FP8_1X128_UE8M0)
+        down_ta = _product_of_codes(x_q, x_sf, weights.wq_a, weights.wq_a_sf)
+        down_td = _product_of_codes(x_q, x_sf, weights.wkv, weights.wkv_sf)
+    latent_ta = _norm(down_ta, weights.q_norm_a, config)
+    q_thd = _product(latent_ta, weights.wq_b, weights.wq_b_sf).unflatten(1, (config.num_heads, config.head_dim))
+    q_thd = head_norm_rope_triton(q_thd, table_sr, positions_t, cast=config.head_norm, eps=config.eps)
+    return q_thd, down_td, latent_ta
+
+
+def store_entries_(
+    x_tm: Tensor, weights: V4Weights, caches: V4Caches, table_sr: Tensor, step: Csa2Step, config: V4AttnConfig
+) -> None:
+    """The entries that a step completes, into the pages of the main cache."""
+    entry, pool_ = owned(weights.entry, "entry"), owned(caches.pool, "caches")
+    entry_yd, slot_y = step_entries_(x_tm, entry, pool_, table_sr, step, config)
+    store_records_triton(owned(caches.main_pow, "caches"), entry_yd, slot_y, layout=SECTIONED, fmt=config.cache)
+
+
+def step_entries_(
+    x_tm: Tensor, weights: CompressorWeights, pool_: Tensor, table_sr: Tensor, step: Csa2Step, config: V4AttnConfig
+) -> tuple[Tensor, Tensor]:
+    """The rotated entries that a step completes, and their slots; advances the pool."""
+    value_tw = linear_triton(x_tm, weights.value_wm, dtype=torch.float32)
+    gate_tw = linear_triton(x_tm, weights.gate_wm, dtype=torch.float32)
+    pooling, bias_rw = config.compressor, weights.bias_rw
+    if step.decode:
+        slot_t, seq_y = step.state_b[step.seq_t.long()], step.seq_t
+        pooled_yd, entry_y = compress_decode_triton(
+            value_tw, gate_tw, bias_rw, pool_, slot_t, step.positions_t, config=pooling
+        )
+    else:
+        pooled_yd, entry_y = compress_prefill_triton(
+            value_tw, gate_tw, bias_rw, pool_, step.state_b, step.first_b, step.cu_seqlens, config=pooling
+        )
+        rows_b = (step.end_b // config.ratio - step.first_b // config.ratio).clamp(min=1).long()
+        seq_y = torch.arange(len(rows_b), device=rows_b.device).repeat_interleave(rows_b)
+    _, entry_yd = compress_tail_triton(pooled_yd, weights.norm_c, table_sr, entry_y, ratio=config.ratio, eps=config.eps)
+    table_yp = step.table_bp[seq_y.long()].contiguous()
+    slot_y1 = physical_slots_triton(entry_y[:, None].contiguous(), table_yp, page_entries=config.page_entries)
+    return entry_yd, slot_y1[:, 0]
+
+
+def attend_(
+    q_thd: Tensor,
+    down_td: Tensor,
+    weights: V4Weights,
+    main_pow: Tensor,
+    slot_tk: Tensor,
+    ring_pow_: Tensor,
+    table_sr: Tensor,
+    step: Csa2Step,
+    config: V4AttnConfig,
+) -> Tensor:
+    """Norm, RoPE, quantiser and store of the window keys in one launch, then window and entries in one softmax."""
+    window, fmt = config.sliding, config.cache
+    if fmt is None:
+        raise NotImplementedError("config: expected a quantised cache, got None")
+    two = TwoCaches(window=fmt, main=fmt, layout=SECTIONED, scale=config.head_dim**-0.5)
+    dtype = torch.float32 if config.output is OutputCast.FUSED else torch.bfloat16
+    past_sd = None
+    if not step.decode:  # the history is read before the chunk overwrites it
+        past_b = history_slots_triton(step.first_b, step.state_b, step.valid_b, config=window)
+        past_sd = load_records_triton(ring_pow_, past_b.flatten(), layout=SECTIONED)
+    store_t = ring_slots_triton(step.positions_t, step.seq_t, step.end_b, step.known_b, step.state_b, config=window)
+    tap = RecordTap.NONE if step.decode else RecordTap.CAST_BACK
+    store = FusedStore(eps=config.eps, layout=SECTIONED, tap=tap, fmt=fmt)
+    _, rows_td = norm_rope_store_triton(
+        ring_pow_, down_td, weights.kv_norm_d, table_sr, step.positions_t, store_t, store=store
+    )
+    if past_sd is None:
+        seen_tk = window_decode_triton(step.positions_t, step.seq_t, step.state_b, step.valid_b, config=window)
+        return two_cache_attn_decode_triton(
+            q_thd, ring_pow_, seen_tk, main_pow, slot_tk, weights.sink_h, caches=two, dtype=dtype
+        )[0]
+    seen_tk = window_prefill_triton(
+        step.positions_t, step.seq_t, step.first_b, step.offset_b, step.known_b, step.valid_b, config=window
+    )
+    window_sd = torch.cat([past_sd, rows_td])
+    return two_cache_attn_triton(q_thd, window_sd, seen_tk, main_pow, slot_tk, weights.sink_h, caches=two, dtype=dtype)[
+        0
+    ]
+
+
+def _product(x_tm: Tensor, w_fm: Tensor, w_sf: Tensor | None) -> Tensor:
+    if w_sf is None:
+        return linear_triton(x_tm, w_fm)
+    return linear_quant_triton(x_tm, w_fm, w_sf, x_fmt=FP8_1X128_UE8M0, w_fmt=FP8_128X128_UE8M0)
+
+
+def _product_of_codes(x_q: Tensor, x_sf: Tensor, w_q: Tensor, w_sf: Tensor) -> Tensor:
+    return linear_codes_triton(x_q, x_sf, w_q, w_sf, x_fmt=FP8_1X128_UE8M0, w_fmt=FP8_128X128_UE8M0)
+
+
+def _norm(x_tm: Tensor, weight_m: Tensor, config: V4AttnConfig) -> Tensor:
+    return rms_norm_triton(x_tm, weight_m, eps=config.eps, cast=WeightCast.AFTER_WEIGHT)
+
+
+def _rotated(
+    x_thd: Tensor,
+    table_sr: Tensor,
+    positions_t: Tensor,
+    *,
+    inverse: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    pairing, span = Pairing.INTERLEAVED, RopeSpan.LAST
+    return rope_triton(x_thd, table_sr, positions_t, pairing=pairing, span=span, inverse=inverse, dtype=dtype)

@@ -1,0 +1,581 @@
+"""How CSA is checked: query heads, output, selection, whole sequences against transformers, and steps over caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deeptwin.reference.config import HeadNorm, V4Kind
+from deeptwin.reference.csa import csa_run, csa_scores
+from deeptwin.reference.kv_cache import load_records
+from deeptwin.reference.numerics import CONTRACT
+from deeptwin.reference.v4_attend import SECTIONED, entry_slots
+from deeptwin.reference.v4_layer import v4_project
+
+from .. import draws
+from ..builds.ascend_presets import VECTOR
+from ..builds.presets import NO_PRODUCT
+from ..builds.spec import BuildCase
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
+from ..relations import Context, Variant, row_chunks
+from ..rules import V4_LAYER, Close, OneRounding, TopK
+from ..stored_state import CSA2_STORED
+from ..v4_draws import (
+    Selected,
+    StoredPages,
+    StoredPool,
+    V4Case,
+    alone,
+    draw_run,
+    draw_whole,
+    later_tokens,
+    moved_pages,
+    other_schedules,
+    sequences_alone,
+    taken_back,
+    v4_config,
+    v4_table,
+    v4_weights,
+)
+from .linear import F32_PRODUCT
+
+_mutant, _control = variants("csa")
+OPTIMIZED = "deeptwin.optimized.csa"
+
+
+# cases
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCase:
+    """`tokens` rows of `heads` heads of 512 channels."""
+
+    tokens: int
+    heads: int = 2
+    cast: str = "release"
+    regime: str = "normal"
+
+    @property
+    def id(self) -> str:
+        return f"t{self.tokens}-h{self.heads}-{self.cast}-{self.regime}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideCase:
+    """The output side for `tokens` rows."""
+
+    tokens: int
+    form: str = "micro"
+    regime: str = "normal"
+
+    @property
+    def id(self) -> str:
+        return f"{self.form}-t{self.tokens}-{self.regime}"
+
+
+def cases_heads(full: bool) -> list[HeadCase]:
+    """Casts × regimes, heads that break coincidences, no row."""
+    base = HeadCase(tokens=3)
+    found = [replace(base, cast=cast.value, regime=r) for cast in HeadNorm for r in ("normal", "peaked")]
+    found += [replace(base, regime=r) for r in ("flat", "mean1", "zeros", "tiny")]
+    found += [replace(base, tokens=0), replace(base, tokens=1, heads=5, cast="fused")]
+    if full:
+        found += [replace(base, tokens=9, cast=c.value, regime=r) for c in HeadNorm for r in (*REGIMES, "huge", "ties")]
+        found += [replace(base, tokens=2, heads=64)]
+    return list({case.id: case for case in found}.values())
+
+
+def cases_side(full: bool) -> list[SideCase]:
+    """Both casts, regimes."""
+    found = [SideCase(tokens=3), SideCase(tokens=3, form="fused"), SideCase(tokens=0)]
+    found += [SideCase(tokens=2, regime=r) for r in REGIMES[1:]]
+    if full:
+        found += [SideCase(tokens=40, form=f, regime=r) for f in ("micro", "fused") for r in REGIMES]
+    return found
+
+
+CSA = V4Case(kind=V4Kind.CSA, lengths=(9,))
+
+
+def cases_select(full: bool) -> list[V4Case]:
+    """Every residue of the length, all choices of cast, ties at zero, no entry."""
+    free = replace(CSA, picks="free")
+    found = [replace(free, lengths=(19,)), replace(free, lengths=(3,))]
+    found += [replace(free, lengths=(21, 14), form=f) for f in ("fused", "fp8", "fmla")]
+    found += [replace(free, lengths=(30,), form="ties"), replace(free, lengths=(0, 5))]
+    found += [replace(free, lengths=(17,), regime=r) for r in REGIMES[1:]]
+    if full:
+        found += [replace(free, lengths=(60 + n,), form=f) for n in range(4) for f in ("micro", "fused", "ties")]
+    return found
+
+
+def cases_whole(full: bool) -> list[V4Case]:
+    """Lengths around the group, packed ones, forms, regimes, and those that transformers takes."""
+    found = [replace(CSA, lengths=(n,)) for n in (3, 4, 5, 7)]
+    found += [replace(CSA, lengths=(3, 0, 9, 4)), replace(CSA, lengths=(0,))]
+    found += [replace(CSA, lengths=(22,), regime=r) for r in (*REGIMES, "rotary")]
+    found += [replace(CSA, lengths=(13,), form=f) for f in ("fused", "fmla")]
+    if full:
+        found += [replace(CSA, lengths=(n,), form="wide", regime=r) for n in (127, 130, 141) for r in REGIMES]
+        found += [replace(CSA, lengths=(n,)) for n in range(10, 24)]
+    return found
+
+
+def cases_exact(full: bool) -> list[V4Case]:
+    """What transformers takes: nothing is quantised, the layer selects for itself; a large eps shows its place."""
+    free = replace(CSA, picks="free", lengths=(40, 13, 3))
+    found = [replace(free, form=f) for f in ("hf", "hf_eps")]
+    if full:
+        found += [replace(free, form="hf", lengths=(n,)) for n in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 20)]
+    return found
+
+
+def cases_run(full: bool) -> list[V4Case]:
+    """Schedules of one and several sequences."""
+    found = [replace(CSA, lengths=(9,), schedule="mixed"), replace(CSA, lengths=(6,), schedule="decode", form="fused")]
+    found += [replace(CSA, lengths=(7, 0, 11), schedule="chunks3")]
+    found += [replace(CSA, lengths=(14,), schedule="chunks5", form=f) for f in ("fmla", "fp8")]
+    found += [replace(CSA, lengths=(18, 7), schedule="mixed", regime="rotary")]
+    if full:
+        found += [replace(CSA, lengths=(n, 20 - n), schedule=s) for n in range(8) for s in ("mixed", "chunks3")]
+        found += [replace(CSA, lengths=(141,), form="wide", schedule=s) for s in ("one", "mixed", "chunks50")]
+    return found
+
+
+def cases_free(full: bool) -> list[V4Case]:
+    """Long enough that the selection bites."""
+    found = [
+        replace(CSA, lengths=(30,), picks="free", schedule="mixed"),
+        replace(CSA, lengths=(30,), picks="free", schedule="mixed", form="ties"),
+    ]
+    if full:
+        found += [replace(CSA, lengths=(41, 17), picks="free", schedule="mixed", form=f) for f in ("fused", "fp8")]
+    return found
+
+
+# inputs
+
+
+def draw_heads(case: HeadCase, rng: np.random.Generator) -> Inputs:
+    """Heads of a regime at near and far positions."""
+    rows = draws.rows(rng, case.tokens * case.heads, 512, dtype=torch.bfloat16, regime=case.regime)
+    config = v4_config(V4Kind.CSA, "micro")
+    return {
+        "q_thd": draws.strided(rows.unflatten(0, (case.tokens, case.heads)), pad=8),
+        "table_sr": v4_table(config, 50),
+        "positions_t": torch.from_numpy(rng.integers(0, 50, case.tokens)).to(torch.int32),
+        "cast": HeadNorm(case.cast),
+        "eps": 1e-6,
+    }
+
+
+def draw_output(case: SideCase, rng: np.random.Generator) -> Inputs:
+    """What attention leaves: bf16 heads, or fp32 ones for the fused cast points."""
+    config = v4_config(V4Kind.CSA, case.form)
+    mean = 1.0 if case.regime == "mean1" else 0.0
+    scale = {"peaked": 100.0, "flat": 0.01}.get(case.regime, 1.0)
+    out = draws.normal(rng, case.tokens, config.num_heads, 512, dtype=torch.bfloat16, mean=mean, scale=scale)
+    return {
+        "out_thd": out.float() * (1 + 2.0**-11) if case.form == "fused" else out,
+        "weights": v4_weights(config, rng),
+        "table_sr": v4_table(config, 50),
+        "positions_t": torch.from_numpy(rng.integers(0, 50, case.tokens)).to(torch.int32),
+        "config": config,
+    }
+
+
+def draw_select(case: V4Case, rng: np.random.Generator) -> Inputs:
+    """Index keys as `csa_run` stores them, and the rows that made them; the rest of the pages is 0xFF."""
+    run = draw_run(case, rng)
+    config, batch, x = case.config, run["batch"], run["x_tm"]
+    _, _, _, _, index_pow, _ = csa_run(**run)
+    positions = torch.cat([torch.arange(n) for n in case.lengths]).to(torch.int32)
+    seq = torch.arange(len(case.lengths)).repeat_interleave(torch.tensor(case.lengths))
+    _, _, latent = v4_project(x, run["weights"], run["table_sr"], positions, config=config)
+    return {
+        "x_tm": x,
+        "latent_ta": latent.to(torch.bfloat16),
+        "weights": run["weights"],
+        "table_sr": run["table_sr"],
+        "positions_t": positions,
+        "index_pow": index_pow,
+        "table_tp": batch.table_bp[seq],
+        "config": config,
+    }
+
+
+def contract_scores(arguments: dict[str, Any]) -> Tensor:
+    """The scores that CONTRACT selects by."""
+    names = ("x_tm", "latent_ta", "weights", "table_sr", "positions_t")
+    config, index_pow = arguments["config"], arguments["index_pow"].cpu()
+    every = torch.arange(index_pow.shape[0] * index_pow.shape[1])
+    keys = load_records(index_pow, every, layout=SECTIONED, dtype=torch.float32, num=CONTRACT)
+    slots = entry_slots(arguments["positions_t"], arguments["table_tp"], config=config)
+    return csa_scores(*(arguments[n] for n in names), keys, slots, config=config, num=CONTRACT)
+
+
+# relation hooks
+
+
+def halves(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """The rows in two calls."""
+    yield list(row_chunks(inputs, context))[-1]
+
+
+def packed(case: V4Case) -> bool:
+    """Several sequences of the micro form."""
+    return len(case.lengths) > 1 and case.form == "micro" and case.regime == "normal"
+
+
+def single(case: V4Case) -> bool:
+    """One sequence, short enough for many calls."""
+    return len(case.lengths) == 1 and case.regime == "normal" and case.tokens in (9, 22) and case.form == "micro"
+
+
+def too_long(case: V4Case) -> str | None:
+    """What the interpreter cannot do in seconds."""
+    if case.tokens > 9 or case.form != "micro" or case.regime != "normal":
+        return "the interpreter needs a third of a second a token: judged on a device"
+    return None
+
+
+def unquantised(case: V4Case) -> str | None:
+    """What the kernels do not have."""
+    return "index keys as e4m3 rows are not in this twin" if case.form == "fp8" else None
+
+
+def whole_too_long(case: V4Case) -> str | None:
+    """The steps of `csa_run` are judged already: two lengths are enough."""
+    return too_long(case) or (None if case.lengths in ((4,), (0,)) else "the same kernels run under csa_run")
+
+
+def select_too_long(case: V4Case) -> str | None:
+    """Two cases in the interpreter."""
+    if case.lengths == (19,) or (case.form == "ties" and case.tokens == 30):
+        return None
+    return "two cases are enough for the interpreter: the others are judged on a device"
+
+
+def many_kernels(case: Any) -> str | None:
+    """No layer runs lowered on a CPU."""
+    return "some twenty kernels in a row, which take minutes to lower: each is run by the card of its component"
+
+
+def one_regime(case: SideCase) -> str | None:
+    """A row costs the interpreter a second."""
+    return None if case.regime == "normal" else "the products are judged like that by the card of linear"
+
+
+# golden vectors
+
+
+def golden_heads() -> list[HeadCase]:
+    """Every cast."""
+    return [HeadCase(tokens=1, cast=cast.value) for cast in HeadNorm]
+
+
+def golden_side() -> list[SideCase]:
+    """Both casts."""
+    return [SideCase(tokens=1), SideCase(tokens=1, form="fused")]
+
+
+def golden_select() -> list[V4Case]:
+    """Ties and none."""
+    return [replace(CSA, picks="free", lengths=(19,)), replace(CSA, picks="free", lengths=(30,), form="ties")]
+
+
+def golden_whole() -> list[V4Case]:
+    """One of every form."""
+    return [replace(CSA, lengths=(6,), form=f) for f in ("micro", "fused")]
+
+
+def golden_run() -> list[V4Case]:
+    """Records of both writers, with the state behind them."""
+    return [replace(CSA, lengths=(5,), schedule="mixed")]
+
+
+# limits of index scores behind honest queries: a bf16 last bit moves a code of e2m1 by up to half its size, in one of
+# 128 channels; measured in evidence/csa.json
+SELECTED = Selected(rule=TopK(scores="scores_tj", ties="any", crossing=2.0**-5, ascending=True), scores=contract_scores)
+
+STATE = (
+    Output(name="ring_pow", rule=StoredPages(part="ring_pow", limit=CSA2_STORED["ring"]), dtype=torch.uint8),
+    Output(name="main_pow", rule=StoredPages(part="main_pow", limit=CSA2_STORED["ring"]), dtype=torch.uint8),
+    Output(name="pool", rule=StoredPool(limit=F32_PRODUCT), dtype=torch.float32),
+    Output(name="index_pow", rule=StoredPages(part="index_pow", limit=CSA2_STORED["index"]), dtype=torch.uint8),
+    Output(name="index_pool", rule=StoredPool(limit=F32_PRODUCT), dtype=torch.float32),
+)
+
+HEADS = Op(
+    name="head_norm_rope",
+    reference="deeptwin.reference.v4_layer:head_norm_rope",
+    outputs=(Output(name="y_thd", rule=OneRounding(cancellation=2.0**-14), dtype=torch.bfloat16),),
+    cases=cases_heads,
+    draw=draw_heads,
+    rows={"q_thd": 0, "positions_t": 0},
+    out_rows={"y_thd": 0},
+    relations=(
+        Relation(name="batch_invariant", axis="tokens", only=lambda c: c.cast == "release" and c.regime == "normal"),
+        Relation(name="run_to_run", axis="repeats", only=lambda c: c.cast == "release" and c.regime == "normal"),
+    ),
+    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:head_norm_rope_triton"),),
+    builds=(
+        BuildCase(
+            name="v4",
+            kernel="deeptwin.kernels.triton_ops.csa:_head_norm_rope",
+            launch="deeptwin.parity.builds.launches.csa:heads",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
+    mutants=(
+        _mutant("heads_not_normed", "U11", "the norm of a head is missing, as in V4.1"),
+        _mutant("heads_normed_together", "U11", "one norm for all heads of a token"),
+        _mutant("heads_without_rotary_channels", "U11", "the mean square leaves the rotary channels out"),
+        _mutant("heads_sum_of_squares", "U11", "the sum of squares instead of their mean"),
+        _mutant("heads_release_in_fp32", "U86", "RELEASE in fp32 throughout"),
+        _mutant("heads_factor_unrounded", "U86", "the factor is not rounded to bf16"),
+        _mutant("heads_factor_rounded", "U86", "the factor of FUSED is rounded to bf16"),
+        _mutant("heads_half_split", "U12", "RoPE turns channels i and i + 32 together"),
+        _mutant("heads_first_channels", "U30", "RoPE turns the first channels"),
+        _mutant("heads_turned_back", "U30", "RoPE turns backwards"),
+        _mutant("heads_next_position", "U61", "the table is read one row further"),
+    ),
+    controls=(_control("right_heads"),),
+    golden=golden_heads,
+)
+
+OUTPUT = Op(
+    name="v4_output",
+    reference="deeptwin.reference.v4_layer:v4_output",
+    outputs=(Output(name="y_tm", rule=V4_LAYER, dtype=torch.bfloat16),),
+    cases=cases_side,
+    draw=draw_output,
+    rows={"out_thd": 0, "positions_t": 0},
+    out_rows={"y_tm": 0},
+    relations=(Relation(name="chunk_invariant", axis="tokens", hook=halves, only=lambda c: c.tokens == 3),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function=f"{OPTIMIZED}:v4_output_triton",
+            interpreter_declines=one_regime,
+            lowered_declines=many_kernels,
+        ),
+    ),
+    mutants=(
+        _mutant("output_not_turned_back", "U30", "the output keeps the rotation of its keys"),
+        _mutant("output_turned_forward", "U30", "the output is rotated forward once more"),
+        _mutant("output_half_split", "U12", "the inverse rotation turns channels i and i + 32 together"),
+        _mutant("output_groups_interleaved", "U38", "heads go round the groups instead of filling them"),
+        _mutant("output_other_cast", "R1", "RELEASE and FUSED cast points are swapped"),
+    ),
+    controls=(_control("right_output"),),
+    golden=golden_side,
+)
+
+SELECT = Op(
+    name="csa_select",
+    reference="deeptwin.reference.csa:csa_select",
+    outputs=(Output(name="picks_tk", rule=SELECTED, dtype=torch.int32),),
+    cases=cases_select,
+    draw=draw_select,
+    rows={"x_tm": 0, "latent_ta": 0, "positions_t": 0, "table_tp": 0},
+    out_rows={"picks_tk": 0},
+    relations=(Relation(name="chunk_invariant", axis="tokens", hook=halves, only=lambda c: c.lengths == (19,)),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function=f"{OPTIMIZED}:csa_select_triton",
+            declines=unquantised,
+            interpreter_declines=select_too_long,
+            lowered_declines=many_kernels,
+        ),
+    ),
+    mutants=(
+        _mutant("select_query_not_transformed", "U16", "keys are Hadamard transformed, queries are not"),
+        _mutant("select_first_channels", "U14", "RoPE turns the first channels, as in V3.2"),
+        _mutant("select_half_split", "U12", "RoPE turns channels i and i + 32 together"),
+        _mutant("select_first_half_split", "U14", "the RoPE of V3.2"),
+        _mutant("select_without_relu", "U24", "dot products are not clipped at zero"),
+        _mutant("select_relu_after_the_sum", "U24", "the weighted sum is clipped, not each dot product"),
+        _mutant("select_sigmoid_mean", "U25", "the mean of sigmoids"),
+        _mutant("select_ties_to_the_higher", "U89", "a tie, mostly at zero, goes to the higher index"),
+        _mutant("select_block_one_early", "U25", "an entry is visible before its last token"),
+        _mutant("select_block_one_late", "U25", "the entry that ends at the query is not visible"),
+        _mutant("select_one_too_few", "U19", "an entry too few is chosen"),
+        _mutant("select_interleaved_pages", "U23", "index pages are read interleaved"),
+        _mutant("select_query_one_position_on", "U61", "queries are rotated one position too far"),
+        _mutant("select_weights_ignored", "U24", "head weights are one"),
+        _mutant("select_weights_absolute", "U24", "head weights lose their sign"),
+        _mutant("select_pages_of_twice_the_size", "U29", "entries are split by pages of twice their number"),
+    ),
+    controls=(_control("right_select"),),
+    golden=golden_select,
+)
+
+WHOLE = Op(
+    name="csa_attention",
+    reference="deeptwin.reference.csa:csa_attention",
+    outputs=(Output(name="y_tm", rule=V4_LAYER, dtype=torch.bfloat16),),
+    cases=cases_whole,
+    draw=draw_whole,
+    rows={"x_tm": 0},
+    out_rows={"y_tm": 0},
+    relations=(
+        Relation(name="batch_invariant", axis="packed sequences", hook=sequences_alone, only=packed),
+        Relation(name="causality", axis="later tokens", hook=later_tokens, only=lambda c: single(c) and c.tokens > 9),
+    ),
+    candidates=(
+        Candidate(
+            name="triton",
+            function=f"{OPTIMIZED}:csa_attention_triton",
+            declines=unquantised,
+            interpreter_declines=whole_too_long,
+            lowered_declines=many_kernels,
+        ),
+    ),
+    mutants=(
+        _mutant("plain_base", "U30", "base 10000 without YaRN in a compressed layer"),
+        _mutant("window_plain_base", "U30", "window keys have the plain base, everything else the compressed one"),
+        _mutant("half_split_pairs", "U12", "queries, keys and output turn channels i and i + 32 together"),
+        _mutant("output_kept_turned", "U30", "the output keeps the rotation of its keys"),
+        _mutant("head_norm_missing", "U11", "the norm of a head is missing, as in V4.1"),
+        _mutant("sink_scaled", "U78", "the sink is multiplied by the softmax scale"),
+        _mutant("sink_ignored", "U78", "the sink is not in the denominator"),
+        _mutant("window_one_short", "U36", "the window is one key short"),
+        _mutant("window_one_long", "U36", "the window is one key long"),
+        _mutant("two_softmaxes", "U02", "window and entries have a softmax each"),
+        _mutant("duplicates_dropped", "U08", "an entry of a token in the window is not attended again"),
+        _mutant("value_without_rotary_channels", "U30", "the rotary channels of the key are no value"),
+        _mutant("groups_interleaved", "U38", "heads go round the groups of wo_a"),
+        _mutant("series_swapped", "U33", "the two series change places"),
+        _mutant("own_group_twice", "U33", "both series of the own group"),
+        _mutant("no_overlap", "U33", "the group before is left out"),
+        _mutant("bias_missing", "U31", "the positional bias is left out"),
+        _mutant("bias_one_place_on", "U31", "the bias of the next place in the group"),
+        _mutant("first_entry_pools_zeros", "U27", "the absent first group has logit 0 instead of none"),
+        _mutant("one_softmax_for_all_channels", "U25", "channels share a softmax of their mean logit"),
+        _mutant("mean_instead_of_softmax", "U25", "the compressor averages"),
+        _mutant("entry_at_its_last_token", "U25", "an entry stands at the position of its last token"),
+        _mutant("entry_at_its_centre", "U25", "an entry stands at the centre of its group"),
+        _mutant("entry_at_its_number", "U25", "an entry stands at position j instead of r j"),
+        _mutant("entry_at_the_group_before", "U33", "an entry stands at the first token that it pools"),
+        _mutant("entry_visible_late", "U25", "the entry that ends at the query is not visible"),
+        _mutant("residue_three_misses_an_entry", "U31", "lengths of 3 (mod 4) do not see the last entry"),
+    ),
+    controls=(_control("right_whole"),),
+    golden=golden_whole,
+)
+
+EXACT = Op(
+    name="csa_attention_exact",
+    reference="deeptwin.reference.csa:csa_attention",
+    outputs=(Output(name="y_tm", rule=Close(rtol=2.0**-6), dtype=torch.float32),),
+    cases=cases_exact,
+    draw=draw_whole,
+    rows={"x_tm": 0},
+    out_rows={"y_tm": 0},
+    peers=tuple(
+        Peer(
+            name=name,
+            function=f"deeptwin.parity.peers.csa:{function}",
+            needs=("transformers",),
+            explains="fp32 throughout, no quantiser, no Hadamard transform: 3.7e-7 from SEMANTIC by the order of sums; "
+            "its tie rule does not show with 16 index heads. Cached: a chunk of five tokens, then token by token",
+            rules={"y_tm": Close(rtol=2e-6)},
+        )
+        for name, function in (("transformers", "transformers_csa"), ("transformers-cached", "transformers_csa_cached"))
+    ),
+)
+
+RUN = Op(
+    name="csa_run",
+    reference="deeptwin.reference.csa:csa_run",
+    outputs=(Output(name="y_tm", rule=V4_LAYER, dtype=torch.bfloat16), *STATE),
+    cases=cases_run,
+    draw=draw_run,
+    rows={"x_tm": 0},
+    out_rows={"y_tm": 0},
+    relations=(
+        Relation(name="chunk_invariant", axis="steps", hook=other_schedules, only=single),
+        Relation(name="batch_invariant", axis="packed sequences", hook=alone, only=packed),
+        Relation(name="page_permutation", axis="pages", hook=moved_pages, only=packed),
+    ),
+    candidates=(
+        Candidate(
+            name="triton",
+            function=f"{OPTIMIZED}:csa_run_triton",
+            declines=unquantised,
+            interpreter_declines=too_long,
+            lowered_declines=many_kernels,
+        ),
+    ),
+    mutants=(
+        _mutant("run_history_lost", "U27", "window keys of earlier steps are not seen"),
+        _mutant("run_group_split", "U27", "a group that a step cuts loses its first tokens"),
+        _mutant("run_overlap_lost", "U33", "the group before is lost at a step"),
+        _mutant("run_plain_base", "U30", "base 10000 without YaRN in a compressed layer"),
+        _mutant("run_entries_never_stored", "U28", "compressed entries are never written"),
+        _mutant("run_index_keys_never_stored", "U28", "index keys are never written"),
+        _mutant("run_index_pages_interleaved", "U23", "index pages are written interleaved"),
+        _mutant("run_ring_shifted", "U36", "rings start one slot late"),
+        _mutant("run_pad_byte_written", "U58", "the byte behind the scales is not zero"),
+        _mutant("run_tail_in_front", "U23", "the rotary channels stand before the codes"),
+        _mutant("run_tail_through_e4m3", "U86", "rotary channels went through e4m3"),
+        _mutant("run_previous_group_not_kept", "U33", "only the unfinished group is kept for later steps"),
+        _mutant("run_stale_pool", "U34", "entry 0 pools the rows of a pool that another request left"),
+    ),
+    controls=(_control("right_run"),),
+    golden=golden_run,
+)
+
+FREE = Op(
+    name="csa_run_free",
+    reference="deeptwin.reference.csa:csa_run",
+    outputs=(
+        # a near tie picks other entries: only relations are exact here
+        Output(name="y_tm", rule=Close(rtol=1.0), dtype=torch.bfloat16),
+        *STATE,
+    ),
+    cases=cases_free,
+    draw=draw_run,
+    rows={"x_tm": 0},
+    out_rows={"y_tm": 0},
+    relations=(
+        Relation(name="chunk_invariant", axis="steps, ties at zero", hook=other_schedules),
+        Relation(name="rollback_equals_serial", axis="rejected tokens", hook=taken_back),
+    ),
+    candidates=(
+        Candidate(
+            name="triton",
+            function=f"{OPTIMIZED}:csa_run_triton",
+            declines=unquantised,
+            interpreter_declines=too_long,
+            lowered_declines=many_kernels,
+        ),
+    ),
+    mutants=(_mutant("select_differently_in_decode", "U89", "prefill keeps another number of entries than decode"),),
+)
+
+CARD = Card(
+    component="csa",
+    summary="window and chosen compressed entries of overlapping groups in one softmax (V4)",
+    contract={
+        "dtypes": "x, q, keys bf16; matrices e4m3 in 128 x 128 tiles with UE8M0 scales, rows e4m3 in groups of 128",
+        "rounding": "bf16 after every product, norm and rotation; HeadNorm, OutputCast and ScoreOrder say the rest",
+        "records": "584 bytes, sectioned pages at multiples of 576 bytes; the floor is that of config.cache",
+        "selection": "entries j < floor((p + 1) / 4); ties to the lower index; chosen ones in ascending order",
+        "state": "rings, pages and fp32 pools of one layer; equal bytes after any cut of the text into steps",
+        "index": "Hadamard transform, then e2m1 in groups of 32 (FP4) or e4m3 rows with an fp32 scale (FP8)",
+        "NaN": "caches may hold anything before their first write",
+    },
+    ops=(RUN, HEADS, OUTPUT, SELECT, WHOLE, EXACT, FREE),
+    equivalents=(
+        Equivalent(name="order of the chosen entries", reason="a softmax is a sum: only its last bits know the order"),
+        Equivalent(name="Hadamard on neither side without a quantiser", reason="the transform is orthonormal"),
+    ),
+)

@@ -1,0 +1,177 @@
+"""Whole tiny models beside transformers, stage by stage: `python -m deeptwin.parity.peer_table [MODEL …]`.
+
+A row stands for one kind of stage over all layers: how far the two are apart at most, at the 99.9 % quantile, in fp32
+units of the larger of element and row, and relatively over all. Each model runs in one pass, by cached steps there and
+without a cache here, and once more with epsilons that show (hc_eps 0.05, rms_norm_eps 0.03). The result is written to
+`evidence/peers.json`; the command fails if a stage lies beyond `LIMIT` or a discrete choice differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from deeptwin.reference.config import ResidualNorm, WeightCast
+from deeptwin.reference.numerics import SEMANTIC
+from deeptwin.reference.presets import V3Config, V4Config, tiny_v3, tiny_v4_flash, tiny_v4_pro, tiny_v32
+
+from .cards.block import plain_v4
+from .environment import facts, fixed_numerics
+from .files import write_json
+from .floats import row_rms
+from .peers.block import Stages, build, stages
+from .stacks import stack_v3, stack_v4
+
+RECORD = Path(__file__).with_name("evidence") / "peers.json"
+LIMIT = 1e-5  # relative distance of a stage; measured 1.2e-6 at most
+TOKENS = 44
+CHUNKS = (30, *[1] * 14)  # of the cached run
+MODELS: dict[str, Callable[[], V3Config | V4Config]] = {
+    "v3": tiny_v3,
+    "v32": tiny_v32,
+    "v4_flash": tiny_v4_flash,
+    "v4_pro": tiny_v4_pro,
+}
+DISCRETE = ("experts", "picks")
+CAUSES = {
+    "v3": "library order of fp32 products and sums; the routing weight behind the down projection and 1e-20 in its sum",
+    "v32": "as v3; index scores in another order",
+    "v4_flash": "library order of fp32 products and sums; streams normalised before the mixing product instead of "
+    "after it; 1e-20 in the sum of routing weights",
+    "v4_pro": "as v4_flash",
+}
+
+
+def config_of(model: str, *, eps: bool) -> V3Config | V4Config:
+    """The tiny model as transformers has it: nothing quantised."""
+    config = MODELS[model]()
+    if isinstance(config, V4Config):
+        config = plain_v4(config)
+        mhc = replace(config.mhc, eps=0.05, norm_eps=0.03)
+        return replace(config, mhc=mhc, norm_eps=0.03) if eps else config
+    index = None if config.index is None else replace(config.index, key=None, latent=None)
+    attention = replace(config.attention, weight_cast=WeightCast.BEFORE_WEIGHT)
+    config = replace(config, attention=attention, index=index, residual=ResidualNorm.ROUNDED)
+    return replace(config, norm_eps=0.03) if eps else config
+
+
+def compare(model: str, run: str, *, seed: int = 1) -> dict[str, dict[str, float]]:
+    """One run of a model, by kind of stage; `run` is plain, cached or eps."""
+    config = config_of(model, eps=run == "eps")
+    peer = build(config, seed=seed)
+    rng = np.random.Generator(np.random.Philox(seed))
+    token_t = torch.from_numpy(rng.integers(0, config.vocab_size, TOKENS))
+    theirs = stages(peer, token_t, chunks=CHUNKS if run == "cached" else ())
+    ours: Stages = {}
+    state = peer.state_dict()
+    if isinstance(config, V4Config):
+        stack_v4(token_t, state, config=config, num=SEMANTIC, tap=ours.__setitem__)
+    else:
+        stack_v3(token_t, state, config=config, dtype=torch.float32, num=SEMANTIC, tap=ours.__setitem__)
+    kinds: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for name, x in ours.items():
+        if name in theirs:
+            kinds[re.sub(r"layers\.\d+\.", "", name)].append((x, theirs[name]))
+    return {kind: _distances(kind, pairs) for kind, pairs in kinds.items()}
+
+
+def _distances(kind: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    if kind.endswith(DISCRETE):
+        differing = sum(_other_choices(x, y, causal=kind.endswith("picks")) for x, y in pairs)
+        return {"rows": float(sum(len(x) for x, _ in pairs)), "differing_rows": float(differing)}
+    if kind.endswith("weights"):  # in the order of the ranking here, in any order there
+        pairs = [(x.sort(-1).values, y.sort(-1).values) for x, y in pairs]
+    apart, units, ours = [], [], []
+    for x, y in pairs:
+        x, y = x.double(), y.double().view(x.shape)
+        error = (x - y).abs()
+        apart.append(error.flatten())
+        units.append((error / (2.0**-24 * torch.maximum(x.abs(), row_rms(x)).clamp_min(2.0**-126))).flatten())
+        ours.append(x.flatten())
+    error, unit = torch.cat(apart), torch.cat(units)
+    return {
+        "max": error.max().item(),
+        "p999": torch.quantile(error, 0.999).item(),
+        "ulp": unit.max().item(),
+        "relative": (error.norm() / torch.cat(ours).norm()).item(),
+    }
+
+
+def _other_choices(x: Tensor, y: Tensor, *, causal: bool) -> int:
+    """Rows that chose something else; a pick in the future of its row is none."""
+
+    def chosen(rows: Tensor) -> list[set[int]]:
+        return [{n for n in row if n >= 0 and (n <= p or not causal)} for p, row in enumerate(rows.tolist())]
+
+    return sum(a != b for a, b in zip(chosen(x), chosen(y), strict=True))
+
+
+def table(models: Sequence[str]) -> dict[str, Any]:
+    """Every run of every model, with the cause of what is left."""
+    found: dict[str, Any] = {}
+    with fixed_numerics():
+        for model in models:
+            runs = {run: compare(model, run) for run in ("plain", "cached", "eps")}
+            found[model] = {"cause": CAUSES[model], "runs": runs}
+    return found
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """What lies beyond the limit, or chose otherwise."""
+    lines = []
+    for model, result in found.items():
+        for run, kinds in result["runs"].items():
+            for kind, numbers in kinds.items():
+                if numbers.get("differing_rows", 0) or not numbers.get("relative", 0.0) <= LIMIT:
+                    lines.append(f"{model} {run} {kind}: {numbers}")
+    return lines
+
+
+def show(console: Console, found: dict[str, Any]) -> None:
+    """Print the table."""
+    for model, result in found.items():
+        console.print(f"\n{model}: {result['cause']}", soft_wrap=True, markup=False)
+        heads = (f"{run + ' max':>14}{'p99.9':>10}{'ulp':>8}{'rel':>10}" for run in result["runs"])
+        console.print(f"{'stage':<14}" + "".join(heads), soft_wrap=True)
+        for kind in result["runs"]["plain"]:
+            cells = []
+            for run in result["runs"].values():
+                n = run[kind]
+                if "rows" in n:
+                    cells.append(f"{n['differing_rows']:.0f} of {n['rows']:.0f} rows differ".rjust(42))
+                else:
+                    cells.append(f"{n['max']:>14.1e}{n['p999']:>10.1e}{n['ulp']:>8.0f}{n['relative']:>10.1e}")
+            console.print(f"{kind:<14}" + "".join(cells), soft_wrap=True, markup=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare the named models (default all), print and record; 1 if something lies beyond the limit."""
+    parser = argparse.ArgumentParser(prog="python -m deeptwin.parity.peer_table", description=__doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"one of {', '.join(MODELS)}")
+    chosen = parser.parse_args(arguments).models or list(MODELS)
+    unknown = set(chosen) - set(MODELS)
+    if unknown:
+        parser.error(f"expected one of {', '.join(MODELS)}, got {', '.join(sorted(unknown))}")
+    found, console = table(chosen), Console()
+    show(console, found)
+    if set(chosen) == set(MODELS):
+        write_json(RECORD, {"tokens": TOKENS, "limit": LIMIT, "environment": facts("cpu"), "models": found})
+    beyond = failures(found)
+    for line in beyond:
+        console.print(f"beyond {LIMIT}: {line}", soft_wrap=True, markup=False)
+    return 1 if beyond else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
