@@ -2,7 +2,7 @@
 
 Nothing here computes: `optimized/` may import this package without sharing arithmetic with the reference."""
 
-from .__future__ import (
+from __future__ import (
     annotations,
 )
 from .attention import (
@@ -202,7 +202,6 @@ __all__ = [
     "WeightCast",
     "WeightSum",
     "YarnConfig",
-    "annotations",
     "moe_v41",
     "v4_flash_attn",
     "v4_pro_attn",
