@@ -84,7 +84,7 @@ def attend_values(
     Shapes:
         key_td, entry_yd: before the quantiser; rows_tk: rows of entry_yd, -1 for none; returns out_thd.
     """
-    held_sd = torch.cat([as_cached(key_td, config, num), as_cached(entry_yd, config, num)])
+    held_sd = torch.cat([as_cached(x_yd, config=config, num=num) for x_yd in (key_td, entry_yd)])
     back_w = torch.arange(config.window - 1, -1, -1, device=positions_t.device)
     own_t = torch.arange(len(q_thd), device=positions_t.device)
     window_tw = torch.where(back_w <= positions_t[:, None], own_t[:, None] - back_w, -1)
@@ -96,7 +96,7 @@ def attend_values(
     return out_thd
 
 
-def as_cached(x_yd: Tensor, config: V4AttnConfig, num: Numerics) -> Tensor:
+def as_cached(x_yd: Tensor, *, config: V4AttnConfig, num: Numerics = CONTRACT) -> Tensor:
     """What a cache would give back: all but the rotary channels through the quantiser."""
     if config.cache is None:
         return x_yd
