@@ -134,15 +134,15 @@ def csa_select_triton(
         ValueError: shapes disagree; the weights have no indexer.
         NotImplementedError: index keys are not FP4.
     """
-    if config.index is not IndexCast.FP4:
-        raise NotImplementedError(f"config: expected index keys in FP4, got {config.index.name}")
+    _require_fp4(config)
     expect_shape("x_tm", x_tm, "tm", {"t": len(latent_ta)})
+    index_wq, index_head_hm = owned(weights.index_wq, "index_wq"), owned(weights.index_head_hm, "index_head_hm")
     heads, width = config.index_heads, config.index_dim
-    q_tk = _product(latent_ta, owned(weights.index_wq, "index_wq"), weights.index_wq_sf)
+    q_tk = _product(latent_ta, index_wq, weights.index_wq_sf)
     q_thd = _rotated(q_tk.unflatten(1, (heads, width)), table_sr, positions_t)
     codes, sf = quantize_triton(hadamard_triton(q_thd.flatten(0, 1)), fmt=INDEX_FP4.quant)
     q_thw = torch.cat([codes, sf], 1).unflatten(0, (len(x_tm), heads))
-    w_th = index_weights_triton(x_tm, owned(weights.index_head_hm, "index_head_hm"), scale=(heads * width) ** -0.5)
+    w_th = index_weights_triton(x_tm, index_head_hm, scale=(heads * width) ** -0.5)
     length_t = ((positions_t + 1) // config.ratio).to(torch.int32)
     scores_tj = index_scores_paged_triton(
         q_thw, index_pow, w_th, table_tp, length_t, None, block_size=1, order=config.score_order
@@ -187,6 +187,8 @@ def csa_run_triton(
         NotImplementedError: index keys are not FP4.
     """
     require_steps(x_tm, batch, config, V4Kind.CSA)
+    require_parts(caches, V4Kind.CSA)
+    _require_fp4(config)
     caches = caches.clone()
     y_tm = torch.empty_like(x_tm, memory_format=torch.contiguous_format)
     for step, row_t in batch.steps():
@@ -217,8 +219,6 @@ def _step(
         step,
         config,
     )
-    if config.index is not IndexCast.FP4:
-        raise NotImplementedError(f"config: expected index keys in FP4, got {config.index.name}")
     store_records_triton(index_pow, hadamard_triton(index_yd), slot_y, layout=SECTIONED)
     table_tp = step.table_bp[step.seq_t.long()].contiguous()
     if picks_tk is None:
@@ -258,6 +258,18 @@ def whole_sequences(x_tm: Tensor, cu_seqlens: Tensor, config: V4AttnConfig) -> t
     )
     pages = max(int(pages_b.sum()), 1)
     return v4_caches(config, pages=pages, states=max(len(counts_b), 1), device=x_tm.device), batch
+
+
+def _require_fp4(config: V4AttnConfig) -> None:
+    if config.index is not IndexCast.FP4:
+        raise NotImplementedError(f"config: expected index keys in FP4, got {config.index.name}")
+
+
+def require_parts(caches: V4Caches, kind: V4Kind) -> None:
+    """Raise ValueError unless every part that a kind of layer keeps is there."""
+    names = {V4Kind.SLIDING: (), V4Kind.HCA: ("main_pow", "pool")}
+    for name in names.get(kind, ("main_pow", "pool", "index_pow", "index_pool")):
+        owned(getattr(caches, name), "caches")
 
 
 def require_steps(x_tm: Tensor, batch: Csa2Batch, config: V4AttnConfig, kind: V4Kind) -> None:

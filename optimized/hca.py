@@ -10,7 +10,7 @@ from deeptwin.reference.csa2_state import Csa2Batch, Csa2Step
 from deeptwin.reference.v4_state import V4Caches
 from deeptwin.reference.v4_weights import V4Weights, owned
 
-from .csa import attend_, projected, require_steps, store_entries_, v4_output_triton, whole_sequences
+from .csa import attend_, projected, require_parts, require_steps, store_entries_, v4_output_triton, whole_sequences
 from .topk import physical_slots_triton
 
 
@@ -50,6 +50,7 @@ def hca_run_triton(
             or a decode step is longer than `config.backtracking`.
     """
     require_steps(x_tm, batch, config, V4Kind.HCA)
+    require_parts(caches, V4Kind.HCA)
     y_tm, caches = _run(x_tm, weights, table_sr, caches, batch, config)
     return y_tm, caches.ring_pow, owned(caches.main_pow, "caches"), owned(caches.pool, "caches")
 

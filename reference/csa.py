@@ -217,6 +217,8 @@ def csa_run(
     """
     _check_kind(config)
     check_steps(x_tm, batch, config)
+    for part in (caches.main_pow, caches.pool, caches.index_pow, caches.index_pool):
+        owned(part, "caches")
     caches = caches.clone()
     y_tm = torch.zeros_like(num.wide(x_tm))
     for step, row_t in batch.steps():
