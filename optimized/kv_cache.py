@@ -7,24 +7,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deeptwin.reference.checks import expect_dtype, expect_records, expect_shape
+from deeptwin.reference.checks import expect_dtype, expect_records, expect_shape, expect_writer
 from deeptwin.reference.config import CodeKind, FusedStore, PageLayout, RecordFormat, ScaleKind
 
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.kv_cache import Record
+    from deeptwin.kernels.triton_ops.wide_records import WideRecord
 
+WIDE = (ScaleKind.F32, ScaleKind.POW2_F32)  # scales of four bytes
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def store_records_triton(cache_pow_: Tensor, x_td: Tensor, slots_t: Tensor, *, layout: PageLayout) -> Tensor:
+def store_records_triton(
+    cache_pow_: Tensor, x_td: Tensor, slots_t: Tensor, *, layout: PageLayout, fmt: RecordFormat | None = None
+) -> Tensor:
     """`reference.kv_cache.store_records`. Values and slots are not inspected: NaN gives meaningless bytes in its own
     record, and of two rows with the same slot either stays.
 
     Raises:
         TypeError: the cache is not uint8, x_td is not bf16, fp16 or fp32, slots are no integers.
-        ValueError: shapes disagree; no format has records of w bytes.
+        ValueError: shapes disagree; no format has records of w bytes; `fmt` is no writer of w bytes.
+        NotImplementedError: records have fp32 scales, and pages do not begin at multiples of four bytes.
     """
-    fmt = _check_rows(cache_pow_, x_td, slots_t, {})
+    fmt = expect_writer("cache_pow_", cache_pow_, fmt)
+    _check_rows(cache_pow_, x_td, slots_t, fmt, {})
+    if fmt.quant.scale in WIDE:
+        from deeptwin.kernels.triton_ops import wide_records
+
+        return wide_records.store_wide(cache_pow_, x_td, slots_t, record=_wide_record(fmt, layout))
     from deeptwin.kernels.triton_ops import kv_cache
 
     return kv_cache.store_records(cache_pow_, x_td, slots_t, record=_record(fmt, layout))
@@ -43,11 +53,16 @@ def load_records_triton(
     Raises:
         TypeError: the cache is not uint8, slots are no integers, dtype is not bf16, fp16 or fp32, `out` has another.
         ValueError: shapes disagree; no format has records of w bytes; `out` does not fit.
+        NotImplementedError: records have fp32 scales, and pages do not begin at multiples of four bytes.
     """
     fmt = expect_records("cache_pow", cache_pow, {})
     _check_integers("slots_t", slots_t, {})
     if dtype not in STORAGE:
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
+    if fmt.quant.scale in WIDE:
+        from deeptwin.kernels.triton_ops import wide_records
+
+        return wide_records.load_wide(cache_pow, slots_t, record=_wide_record(fmt, layout), dtype=dtype, out=out)
     from deeptwin.kernels.triton_ops import kv_cache
 
     return kv_cache.load_records(cache_pow, slots_t, record=_record(fmt, layout), dtype=dtype, out=out)
@@ -69,10 +84,11 @@ def norm_rope_store_triton(
     Raises:
         TypeError: the cache is not uint8, x_td or weight_d is not bf16, fp16 or fp32, table_sr is not float32,
             positions or slots are no integers.
-        ValueError: shapes disagree; no format has records of w bytes; r is odd or above d.
+        ValueError: shapes disagree; no format has records of w bytes, or several writers have; r is odd or above d.
     """
     dims: dict[str, int] = {}
-    fmt = _check_rows(cache_pow_, x_td, slots_t, dims)
+    fmt = expect_writer("cache_pow_", cache_pow_, None)
+    _check_rows(cache_pow_, x_td, slots_t, fmt, dims)
     expect_shape("weight_d", weight_d, "d", dims)
     expect_dtype("weight_d", weight_d, *STORAGE)
     expect_shape("table_sr", table_sr, "sr", dims)
@@ -109,13 +125,25 @@ def _record(fmt: RecordFormat, layout: PageLayout) -> Record:
     )
 
 
-def _check_rows(cache_pow: Tensor, x_td: Tensor, slots_t: Tensor, dims: dict[str, int]) -> RecordFormat:
-    fmt = expect_records("cache_pow_", cache_pow, dims)
-    dims["d"] = fmt.channels
+def _wide_record(fmt: RecordFormat, layout: PageLayout) -> WideRecord:
+    from deeptwin.kernels.triton_ops.wide_records import WideRecord
+
+    return WideRecord(
+        channels=fmt.channels,
+        group=fmt.quant.group,
+        tail=fmt.tail,
+        pow2=fmt.quant.scale is ScaleKind.POW2_F32,
+        amax_floor=fmt.quant.amax_floor,
+        sectioned=layout is PageLayout.SECTIONED,
+    )
+
+
+def _check_rows(cache_pow: Tensor, x_td: Tensor, slots_t: Tensor, fmt: RecordFormat, dims: dict[str, int]) -> None:
+    dims |= zip("pow", cache_pow.shape, strict=True)
+    dims["d"] = fmt.width
     expect_shape("x_td", x_td, "td", dims)
     expect_dtype("x_td", x_td, *STORAGE)
     _check_integers("slots_t", slots_t, dims)
-    return fmt
 
 
 def _check_integers(name: str, x_t: Tensor, dims: dict[str, int]) -> None:

@@ -7,6 +7,7 @@ cache. `table_sr` is not used: the angles are its own.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +95,8 @@ def run(peer: HfDsa, x_tm: Tensor, *, steps: int = 0) -> tuple[Tensor, list[set[
         ]
     finally:
         peer.attention.indexer.forward = inner
-    picks, scores = [], torch.full((len(x_tm), len(x_tm)), -torch.inf)
+    picks: list[set[int]] = []
+    scores = torch.full((len(x_tm), len(x_tm)), -torch.inf)
     for indices, rows in seen:
         for own, row in zip(indices, rows, strict=True):
             position = len(picks)
@@ -131,6 +133,43 @@ def transformers_steps(
 ) -> Tensor:
     """The same through its cache: one chunk, then the last tokens one by one."""
     return run(_loaded(weights, config, dtype), x_tm, steps=min(STEPS, max(len(x_tm) - 1, 0)))[0]
+
+
+def sdpa_over_records(
+    q_thd: Tensor, cache_pow: Tensor, idx_tk: Tensor, topk_length_t: Tensor | None, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`sparse_mla`: records decoded one by one, torch's own attention in fp64."""
+    t, h, _ = q_thd.shape
+    out, lse = torch.zeros(t, h, 512, dtype=torch.float64), torch.full((t, h), -torch.inf, dtype=torch.float64)
+    pages, slots, _ = cache_pow.shape
+    for token in range(t):
+        listed = idx_tk[token] if topk_length_t is None else idx_tk[token, : int(topk_length_t[token])]
+        named = [i for i in listed.tolist() if 0 <= i < pages * slots]
+        if not named:
+            continue
+        rows = torch.stack([_decoded(bytes(cache_pow[i // slots, i % slots].tolist())) for i in named])
+        q = q_thd[token].double()[:, None]
+        keys, values = rows.expand(h, -1, -1), rows[:, :512].expand(h, -1, -1)
+        out[token] = torch.nn.functional.scaled_dot_product_attention(q, keys, values, scale=scale)[:, 0]
+        lse[token] = torch.logsumexp(scale * (q_thd[token].double() @ rows.T), -1)
+    return out.bfloat16(), lse.float()
+
+
+def _decoded(record: bytes) -> Tensor:
+    """The 576 values of a record of 656 bytes: 512 codes, four little-endian fp32 scales, 64 bf16 numbers."""
+    scales = struct.unpack_from("<4f", record, 512)
+    values = [_e4m3(code) * scales[i // 128] for i, code in enumerate(record[:512])]
+    halves = struct.unpack_from("<64H", record, 528)
+    tail = [struct.unpack("<f", struct.pack("<I", half << 16))[0] for half in halves]
+    return torch.tensor([*values, *tail], dtype=torch.float64)
+
+
+def _e4m3(code: int) -> float:
+    sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
+    if code & 0x7F == 0x7F:
+        return float("nan")
+    size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return sign * size
 
 
 def _loaded(weights: DsaWeights, config: DsaConfig, dtype: torch.dtype) -> HfDsa:

@@ -1,0 +1,61 @@
+"""Production calls of V3.2: 64 index heads of 128 channels, 128 heads over records of 656 bytes, pages of 64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from deeptwin.optimized.dsa import (
+    dsa_index_keys_triton,
+    dsa_index_queries_triton,
+    dsa_index_scores_paged_triton,
+    dsa_index_scores_triton,
+    sparse_mla_triton,
+)
+from deeptwin.parity.peers.dsa import TINY
+from deeptwin.reference.config import INDEX_FP8_POW2, RopeConfig
+
+TOKENS, HEADS, POSITIONS, PAGE = 4096, 64, 163840, 64
+_MLA = replace(TINY.mla, rope=RopeConfig(rope_dim=64, theta=10000.0, yarn=None))
+CONFIG = replace(TINY, mla=_MLA, index_heads=HEADS, index_dim=128, index_key=INDEX_FP8_POW2)
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.int32)
+
+
+def queries() -> None:
+    """Index queries of a chunk."""
+    positions = torch.empty(TOKENS, dtype=torch.int64)
+    dsa_index_queries_triton(_bf16(TOKENS, HEADS, 128), torch.empty(POSITIONS, 64), positions, config=CONFIG)
+
+
+def keys() -> None:
+    """Index keys of a chunk."""
+    table, positions = torch.empty(POSITIONS, 64), torch.empty(TOKENS, dtype=torch.int64)
+    dsa_index_keys_triton(_bf16(TOKENS, 128), _bf16(128), _bf16(128), table, positions, config=CONFIG)
+
+
+def scores() -> None:
+    """Prefill: a chunk against a sequence of 65536."""
+    q = torch.empty(TOKENS, HEADS, 128, dtype=torch.float8_e4m3fn)
+    k = torch.empty(65536, 128, dtype=torch.float8_e4m3fn)
+    dsa_index_scores_triton(q, k, torch.empty(65536), torch.empty(TOKENS, HEADS), _int32(TOKENS))
+
+
+def scores_paged() -> None:
+    """Decode: 64 requests."""
+    q = torch.empty(64, HEADS, 128, dtype=torch.float8_e4m3fn)
+    cache = torch.empty(8192, PAGE, 132, dtype=torch.uint8)
+    dsa_index_scores_paged_triton(q, cache, torch.empty(64, HEADS), _int32(64, 1024), _int32(64))
+
+
+def attend_h128() -> None:
+    """Decode: 2048 picked records, two splits."""
+    cache = torch.empty(8192, PAGE, 656, dtype=torch.uint8)
+    sparse_mla_triton(_bf16(64, 128, 576), cache, _int32(64, 2048), _int32(64), scale=0.1)
