@@ -38,8 +38,12 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).double()
 
 
+def _mean(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True).float().double() / x.shape[-1]
+
+
 def _norm(x: Tensor, weight: Tensor, config: DsaConfig, dtype: torch.dtype) -> Tensor:
-    unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config.mla.norm_eps)
+    unit = x * torch.rsqrt(_mean(x.square()) + config.mla.norm_eps)
     if config.mla.weight_cast is WeightCast.BEFORE_WEIGHT:
         unit = _rounded(unit, dtype)
     return _rounded(unit * weight.double(), dtype)
@@ -145,8 +149,8 @@ def layer_with(faults: Faults) -> Callable[..., Tensor]:
         rows = _latents(faults, x, weights, positions_t, table_sr, config, dtype)
         k = _rounded(x @ weights.w_k_dm.double().T, dtype)
         if faults.key_norm:
-            apart = k - k.mean(-1, keepdim=True)
-            unit = apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + config.norm_eps)
+            apart = k - _mean(k)
+            unit = apart * torch.rsqrt(_mean(apart.square()) + config.norm_eps)
             k = _rounded(unit * weights.k_norm_d.double() + weights.k_bias_d.double(), dtype)
         key, key_sf = _index(faults, k[:, None], table_sr, positions_t, config, dtype, query=False)
         state = DsaState(
