@@ -24,10 +24,15 @@ from .wide_records import wide_views
 
 @dataclass(frozen=True, kw_only=True)
 class RowsLaunch:
-    """Rows a program of the index rows takes; fixes nothing but that a row is summed whole."""
+    """Rows a program of the index rows takes; a row is summed whole, so it changes no result."""
 
-    rows: int = 16
+    rows: int
     num_warps: int = 4
+
+
+def rows_launch(arch: str) -> RowsLaunch:
+    """The launch for an architecture: the shuffles of a transform need room in the unified buffer of an Ascend."""
+    return RowsLaunch(rows=4 if arch == "ascend950" else 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +265,7 @@ def index_rows(
     if not t * h:
         return y_thd
     require_runnable("x_thd", x_thd)
-    x_yd, launch = x_thd.reshape(t * h, d), RowsLaunch()
+    x_yd, launch = x_thd.reshape(t * h, d), rows_launch(arch_of(x_thd.device))
     weight, bias = (table_sr[0], table_sr[0]) if norm is None else norm
     _index_rows[(triton.cdiv(t * h, launch.rows),)](
         x_yd,

@@ -21,14 +21,15 @@ from deeptwin.reference.config import (
     KV_V32_FMLA,
     DsaConfig,
     IndexerRope,
+    PageLayout,
     RecordFormat,
     RopeConfig,
     WeightCast,
 )
 from deeptwin.reference.dsa import dsa_project
 from deeptwin.reference.dsa_state import DsaState, DsaWeights
-from deeptwin.reference.kv_cache import pack_records
-from deeptwin.reference.quant import quantize
+from deeptwin.reference.kv_cache import load_records, pack_records, store_records
+from deeptwin.reference.quant import fake_quantize, quantize
 from deeptwin.reference.rope import rope_frequencies, rope_table, table_magnitude
 from deeptwin.reference.weights import Latents
 
@@ -38,8 +39,8 @@ from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..peers.dsa import TINY
-from ..relations import Context, Pick, Variant, join_rows, pick_rows, row_chunks
-from ..rules import ATTENTION, LSE, MLA_BLOCK, Budget, Close
+from ..relations import CallFn, Context, Pick, Variant, join_rows, pick_rows, row_chunks
+from ..rules import ATTENTION, LSE, MLA_BLOCK, Bitwise, Budget, Close
 from .indexer import F32_SCORES
 from .linear import F32_PRODUCT
 from .mla import CONFIGS as MLA_CONFIGS
@@ -51,6 +52,7 @@ RECORD = KV_V32_FMLA.record_bytes
 
 # configurations
 
+WIDE = {fmt.name: fmt for fmt in (KV_V32_FMLA, KV_V32_DEMO, INDEX_FP8_POW2, INDEX_FP8_F32)}
 KEYS = {"pow2": INDEX_FP8_POW2, "f32": INDEX_FP8_F32, "none": None}
 # real groups of 128 channels beside few heads and narrow rows
 LATENT = RecordFormat(name="tiny_latent", channels=128, tail=8, quant=FP8_1X128_POW2_SCALE_FLOOR)
@@ -154,6 +156,25 @@ class MlaCase:
     def id(self) -> str:
         shape = f"t{self.tokens}-h{self.heads}-s{self.keys}-k{self.topk}-page{self.page}"
         return f"{shape}-{self.writer}-{self.regime}-holes_{self.holes}-len_{self.lengths}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideCase:
+    """`tokens` rows and `holes` of them without an entry, a cache of `pages` × `page` records 32 bytes apart."""
+
+    tokens: int
+    pages: int = 3
+    page: int = 5
+    fmt: str = "kv_v32_fmla"
+    layout: str = "interleaved"
+    holes: int = 2
+    dtype: str = "bf16"
+    regime: str = "normal"
+
+    @property
+    def id(self) -> str:
+        shape = f"t{self.tokens}-p{self.pages}x{self.page}-{self.fmt}-{self.layout}-holes{self.holes}"
+        return f"{shape}-{self.dtype}-{self.regime}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +345,69 @@ def _punch(case: MlaCase, rng: np.random.Generator, row: np.ndarray) -> None:
         row[where] = rng.choice([*draws.BAD_INDICES, 2 * 10**6], where.size)
 
 
+def _slots(case: WideCase, rng: np.random.Generator, slots: np.ndarray) -> Tensor:
+    bad = [-1, case.pages * case.page, -2, -(2**31), 2**31 - 1]
+    where = rng.permutation(slots.size)[: case.holes]
+    slots = slots.astype(np.int64)
+    slots[where] = bad[: where.size]
+    return torch.from_numpy(slots).to(torch.int32)
+
+
+def _wide_rows(case: WideCase, rng: np.random.Generator, count: int) -> Tensor:
+    """Rows of a regime; `small`: groups about both floors, zero groups; `powers`: amax one step above 448 · 2^k."""
+    fmt, dtype = WIDE[case.fmt], draws.DTYPES[case.dtype]
+    if case.regime not in ("small", "powers"):
+        return draws.rows(rng, count, fmt.width, dtype=dtype, regime=case.regime)
+    x = draws.normal(rng, count, fmt.width, dtype=torch.float32)
+    groups = x[:, : fmt.channels].unflatten(1, (-1, 128))
+    place = torch.arange(count * groups.shape[1]).view(count, -1, 1)
+    if case.regime == "small":
+        sizes = torch.tensor([3e-2, 1e-2, 1e-5, 0.0, 5e-5, 2e-4, 4.4e-2, 4.6e-2])
+        groups *= sizes[place % 8] / groups.abs().amax(-1, keepdim=True)
+    else:
+        groups *= 0.25
+        top = 448.0 * torch.exp2(place[..., 0] % 20 - 14.0)
+        groups *= top[..., None] / 448.0 / 4
+        groups[..., 3] = torch.nextafter(top, torch.tensor(torch.inf))
+    return x.to(dtype)
+
+
+def draw_wide_store(case: WideCase, rng: np.random.Generator) -> Inputs:
+    """A cache of random bytes, distinct slots in random order, holes among them whose rows are NaN."""
+    fmt = WIDE[case.fmt]
+    size = case.page * fmt.record_bytes
+    block = torch.from_numpy(rng.integers(0, 256, (case.pages, size + 32), dtype=np.uint8))
+    x = _wide_rows(case, rng, case.tokens)
+    slots = _slots(case, rng, draws.distinct(rng, case.pages * case.page, case.tokens))
+    x[(slots < 0) | (slots >= case.pages * case.page)] = torch.nan
+    return {
+        "cache_pow_": block[:, :size].unflatten(1, (case.page, fmt.record_bytes)),
+        "x_td": draws.strided(x, pad=8),
+        "slots_t": slots,
+        "layout": PageLayout(case.layout),
+        "fmt": fmt,
+    }
+
+
+def draw_wide_load(case: WideCase, rng: np.random.Generator) -> Inputs:
+    """Entries written by a store into pages of 0xFF bytes, read out of order and twice."""
+    fmt = WIDE[case.fmt]
+    size = case.page * fmt.record_bytes
+    block = draws.poisoned(case.pages, size + 32, dtype=torch.uint8)
+    cache = block[:, :size].unflatten(1, (case.page, fmt.record_bytes))
+    low = case.page if case.pages > 1 else 0
+    filled = low + draws.distinct(rng, case.pages * case.page - low, max(1, min(case.tokens, 9)))
+    rows = _wide_rows(case, rng, filled.size)
+    store_records(cache, rows, torch.from_numpy(filled), layout=PageLayout(case.layout), fmt=fmt)
+    slots = filled[rng.integers(0, filled.size, case.tokens)] if case.tokens else filled[:0]
+    return {
+        "cache_pow": cache,
+        "slots_t": _slots(case, rng, slots),
+        "layout": PageLayout(case.layout),
+        "dtype": draws.DTYPES[case.dtype],
+    }
+
+
 def layer_weights(config: DsaConfig, rng: np.random.Generator, regime: str, dtype: torch.dtype) -> DsaWeights:
     """Weights under their checkpoint names; norms and the bias are drawn too."""
     h, d, m, a = config.index_heads, config.index_dim, config.mla.hidden, config.mla.q_lora_rank
@@ -480,6 +564,29 @@ def cases_mla(full: bool) -> list[MlaCase]:
     return list({case.id: case for case in found}.values())
 
 
+def cases_wide(full: bool) -> list[WideCase]:
+    """Writers × layouts, regimes about the floors, page sizes, storage dtypes, no row, all holes."""
+    base = WideCase(tokens=6)
+    found = [replace(base, fmt=f, layout=lay) for f, lay in product(WIDE, ("interleaved", "sectioned"))]
+    found += [replace(base, fmt=f, regime=r, tokens=8, holes=0) for f, r in product(WIDE, ("small", "powers"))]
+    found += [replace(base, regime=r, fmt=f) for r, f in zip(REGIMES[1:], (*WIDE,)[1:], strict=True)]
+    found += [
+        replace(base, page=64, pages=2, tokens=9, fmt="index_fp8_pow2", layout="sectioned"),
+        replace(base, page=80, pages=2, tokens=5, fmt="index_fp8_f32", layout="sectioned"),
+        replace(base, page=1, pages=8),
+        replace(base, dtype="fp32"),
+        replace(base, tokens=0, holes=0),
+        replace(base, tokens=5, holes=5),
+        replace(base, tokens=1, pages=1, page=1, holes=0),
+    ]
+    if full:
+        found += [
+            replace(base, fmt=f, layout=lay, page=p, dtype=d)
+            for f, lay, p, d in product(WIDE, ("interleaved", "sectioned"), (2, 53, 64), ("bf16", "fp32"))
+        ]
+    return list({case.id: case for case in found}.values())
+
+
 def cases_layer(full: bool) -> list[LayerCase]:
     """Configurations, a past, picks in the future, regimes; records in bf16."""
     base = LayerCase(tokens=20)
@@ -599,6 +706,72 @@ def more_holes(inputs: Inputs, context: Context) -> Iterator[Variant]:
         yield Variant(label="length replaced by holes", calls=(call,))
 
 
+def _named_records(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    slots = inputs["slots_t"].long()
+    return slots, (slots >= 0) & (slots < inputs["cache_pow_"].shape[0] * inputs["cache_pow_"].shape[1])
+
+
+def named_bytes(inputs: Inputs) -> Tensor:
+    """Bytes of the records that the slots name."""
+    cache, (slots, named) = inputs["cache_pow_"], _named_records(inputs)
+    fmt, allowed = inputs["fmt"], torch.zeros(inputs["cache_pow_"].shape, dtype=torch.bool)
+    flat, size = allowed.view(len(cache), -1), cache.shape[1]
+    for slot in slots[named].tolist():
+        page, offset = divmod(slot, size)
+        if inputs["layout"] is PageLayout.INTERLEAVED:
+            flat[page, offset * fmt.record_bytes : (offset + 1) * fmt.record_bytes] = True
+        else:
+            main = fmt.record_bytes - fmt.scale_bytes
+            start = size * main + offset * fmt.scale_bytes
+            flat[page, offset * main : (offset + 1) * main] = True
+            flat[page, start : start + fmt.scale_bytes] = True
+    return allowed
+
+
+def reads_back(inputs: Inputs, outputs: Outputs, load: CallFn | None) -> tuple[Outputs, Outputs]:
+    """What a load returns of the stored slots is the round trip of the quantiser, and the tail as it was."""
+    fmt, (_, named) = inputs["fmt"], _named_records(inputs)
+    expected = torch.zeros(inputs["x_td"].shape, dtype=torch.bfloat16)
+    rows = inputs["x_td"][named]
+    values = fake_quantize(rows[:, : fmt.channels], fmt=fmt.quant)
+    expected[named] = torch.cat([values, rows[:, fmt.channels :].double()], 1).to(torch.bfloat16)
+    assert load is not None
+    arguments = {"cache_pow": outputs["cache_pow_"], "slots_t": inputs["slots_t"], "layout": inputs["layout"]}
+    return load({**arguments, "dtype": torch.bfloat16}), {"x_td": expected}
+
+
+def stored_apart(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """The rows one after the other, and in another order, leave the same bytes."""
+    order = context.rng.permutation(len(inputs["x_td"])).tolist()
+    shuffled = inputs | {name: inputs[name][order] for name in ("x_td", "slots_t")}
+    yield Variant(label="another order", calls=(shuffled,))
+    crowd = inputs["x_td"].clone()
+    crowd[1:] = crowd[1:] * 2.0**20
+    first = inputs["slots_t"][:1]
+
+    def one(outputs: Outputs) -> Outputs:
+        return {"x_td": load_records(outputs["cache_pow_"], first, layout=inputs["layout"])}
+
+    yield Variant(
+        label="row 0 beside huge rows",
+        calls=(inputs | {"x_td": crowd},),
+        join=lambda results: one(results[0]),
+        expect=one,
+    )
+
+
+def lean(case: WideCase) -> bool:
+    """Relations run where nothing but format and layout changes what they say."""
+    return case.regime == "normal" and case.page == 5 and case.dtype == "bf16" and case.tokens == 6
+
+
+def one_format(case: WideCase) -> str | None:
+    """Lowered, one case of each width."""
+    if not lean(case) or case.fmt in ("kv_v32_demo", "index_fp8_pow2"):
+        return "every shape is a program of its own: one of each width stands for all"
+    return None
+
+
 def layer_chunks(inputs: Inputs, context: Context) -> Iterator[Variant]:
     """The tokens in two chunks; the second finds the first in its past, as the reference stores it."""
     yield _chunked(inputs, [(len(inputs["x_tm"]) + 1) // 2], "two chunks", context)
@@ -670,10 +843,16 @@ def cut_layers(case: LayerCase) -> bool:
     return case.tokens >= 8 and case.regime == "normal"
 
 
-def one_lowered(case: Any) -> str | None:
+def many_shuffles(case: Any) -> str | None:
+    """Index rows do not run lowered."""
+    return "a transform is seven shuffles of a tile, which the lowering on the CPU has not finished after a minute"
+
+
+def one_lowered(case: ScoreCase) -> str | None:
     """Lowered, one shape stands for all."""
-    if case.regime != "normal" or case.tokens not in (3, 4):
-        return "every shape is a program of its own, which takes seconds to build: a few of them stand for all"
+    plain = case.regime == "normal" and (case.tokens, case.heads, case.dim, case.keys) == (4, 16, 128, 40)
+    if not plain or case.scale != "f32" or case.lengths != "mixed" or case.page not in (0, 16):
+        return "every shape is a program of its own, which takes seconds to build: one of them stands for all"
     return None
 
 
@@ -728,15 +907,7 @@ QUERIES = Op(
         Candidate(
             name="triton",
             function="deeptwin.optimized.dsa:dsa_index_queries_triton",
-            lowered_declines=one_lowered,
-        ),
-    ),
-    builds=(
-        BuildCase(
-            name="h64",
-            kernel="deeptwin.kernels.triton_ops.dsa_index:_index_rows",
-            launch="deeptwin.parity.builds.launches.dsa:queries",
-            expect=NO_PRODUCT | VECTOR,
+            lowered_declines=many_shuffles,
         ),
     ),
     mutants=(
@@ -770,7 +941,9 @@ KEYS_OP = Op(
         Relation(name="run_to_run", axis="repeats", only=few_rows),
     ),
     candidates=(
-        Candidate(name="triton", function="deeptwin.optimized.dsa:dsa_index_keys_triton", lowered_declines=one_lowered),
+        Candidate(
+            name="triton", function="deeptwin.optimized.dsa:dsa_index_keys_triton", lowered_declines=many_shuffles
+        ),
     ),
     builds=(
         BuildCase(
@@ -997,6 +1170,124 @@ SPARSE_MLA = Op(
     golden=lambda: [MlaCase(tokens=2, heads=2, keys=8, topk=5, lengths="mixed")],
 )
 
+_wide, _wide_control = variants("wide_records")
+
+STORE_WIDE = Op(
+    name="store_wide_records",
+    reference="deeptwin.reference.kv_cache:store_records",
+    outputs=(Output(name="cache_pow_", rule=Bitwise(), dtype=torch.uint8),),
+    cases=cases_wide,
+    draw=draw_wide_store,
+    rows={"x_td": 0, "slots_t": 0},
+    out_rows={},
+    writes="cache_pow_",
+    relations=(
+        Relation(name="run_to_run", axis="repeats", only=lean),
+        Relation(name="batch_invariant", axis="rows in another order, beside others", hook=stored_apart, only=lean),
+        Relation(name="changed_slots", axis="bytes of the cache", hook=named_bytes, only=lean),
+        Relation(
+            name="layout_round_trip", axis="writer → reader", hook=reads_back, partner="load_wide_records", only=lean
+        ),
+    ),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.kv_cache:store_records_triton",
+            lowered_declines=one_format,
+        ),
+    ),
+    builds=(
+        BuildCase(
+            name="record-656",
+            kernel="deeptwin.kernels.triton_ops.wide_records:_store_wide",
+            launch="deeptwin.parity.builds.launches.dsa:store_656",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
+    peers=(
+        Peer(
+            name="byte-by-byte",
+            function="deeptwin.parity.peers.dsa:store_one_by_one",
+            needs=(),
+            explains="FlashMLA's quantiser (scale at least 1e-4), the release code's (amax at least 1e-4), in Python",
+            only=lambda case: case.tokens <= 8 and case.page == 5,
+        ),
+    ),
+    mutants=(
+        _wide("store_other_layout", "U23", "the other layout is written"),
+        _wide("store_sections_of_64", "U29", "scales of a sectioned page start after 64 entries"),
+        _wide("store_planes_swapped", "U23", "the tail stands before the scales"),
+        _wide("store_stride_ignored", "U22", "pages are written as if they followed one another"),
+        _wide("store_hole_wraps", "U79", "slot −1 wraps to the last entry"),
+        _wide("store_beyond_clamped", "U79", "a slot beyond the cache goes to its last entry"),
+        _wide("store_floor_of_other_writer", "U94", "the floor is on amax instead of on the scale, and the reverse"),
+        _wide("store_no_floor", "U59", "an all-zero group divides 0 by 0"),
+        _wide("store_scale_unrounded", "U52", "scales are not powers of two where the writer rounds them"),
+        _wide("store_scale_rounded", "U53", "scales are powers of two where the writer keeps them"),
+        _wide("store_scale_by_logarithm", "U56", "pow(2, ceil(log2 s)) in fp32"),
+        _wide("store_scale_big_endian", "U54", "the bytes of a scale stand in the opposite order"),
+        _wide("store_codes_truncated", "U60", "codes are truncated"),
+        _wide("store_by_reciprocal", "U60", "codes from x · (1 / s)"),
+        _wide("store_tail_quantised", "U86", "rotary channels are rounded to e4m3"),
+        _wide("store_tail_unwritten", "U28", "the rotary channels are never written"),
+        _wide("store_tail_truncated", "R2", "the rotary channels are truncated to bf16"),
+        _wide("store_first_row_for_all", "U09", "every slot gets the first row"),
+        _wide("store_rows_backwards", "U26", "rows and slots are paired in opposite order"),
+        _wide("store_not_deterministic", "U10", "every second launch flips a bit"),
+    ),
+    controls=(_wide_control("right_store"),),
+    golden=lambda: [
+        WideCase(tokens=2, pages=1, page=2, holes=0, fmt=f, layout=lay, regime="small")
+        for f, lay in zip(WIDE, ("interleaved", "interleaved", "sectioned", "sectioned"), strict=True)
+    ],
+)
+
+LOAD_WIDE = Op(
+    name="load_wide_records",
+    reference="deeptwin.reference.kv_cache:load_records",
+    outputs=(Output(name="x_td", rule=Bitwise()),),
+    cases=cases_wide,
+    draw=draw_wide_load,
+    rows={"slots_t": 0},
+    out_rows={"x_td": 0},
+    relations=(
+        Relation(name="run_to_run", axis="repeats", only=lean),
+        Relation(name="batch_invariant", axis="rows", only=lean),
+    ),
+    candidates=(
+        Candidate(
+            name="triton", function="deeptwin.optimized.kv_cache:load_records_triton", lowered_declines=one_format
+        ),
+    ),
+    builds=(
+        BuildCase(
+            name="record-656",
+            kernel="deeptwin.kernels.triton_ops.wide_records:_load_wide",
+            launch="deeptwin.parity.builds.launches.dsa:load_656",
+            expect=NO_PRODUCT | VECTOR,
+        ),
+    ),
+    mutants=(
+        _wide("load_other_layout", "U23", "the other layout is read"),
+        _wide("load_sections_of_64", "U29", "scales of a sectioned page are read after 64 entries"),
+        _wide("load_planes_swapped", "U23", "the tail is read before the scales"),
+        _wide("load_stride_ignored", "U22", "pages are read as if they followed one another"),
+        _wide("load_hole_wraps", "U79", "slot −1 reads the last entry"),
+        _wide("load_hole_times_zero", "U74", "slot −1 reads entry 0 times zero: 0 · NaN"),
+        _wide("load_hole_unwritten", "U75", "rows of −1 are left unwritten"),
+        _wide("load_beyond_clamped", "U08", "a slot beyond the cache reads its last entry"),
+        _wide("load_scale_big_endian", "U54", "the bytes of a scale are read in the opposite order"),
+        _wide("load_scale_exponent", "U52", "the mantissa of a scale is dropped"),
+        _wide("load_one_scale_a_record", "U23", "the first scale serves all groups"),
+        _wide("load_tail_dropped", "U30", "the rotary channels come back as zeros"),
+        _wide("load_first_slot_for_all", "U09", "every row reads the first slot"),
+        _wide("load_truncated", "R2", "values are truncated to bf16"),
+        _wide("load_not_deterministic", "U10", "every second launch differs in the last bit of one element"),
+    ),
+    controls=(_wide_control("right_load"),),
+    golden=lambda: [WideCase(tokens=3, pages=2, page=2, holes=1)],
+)
+
 LAYER_ROWS = {"x_tm": 0, "positions_t": 0, "picks_tk": 0}
 
 LAYER = Op(
@@ -1105,7 +1396,7 @@ CARD = Card(
         "NaN": "unseen keys, unlisted records and gaps may hold anything; a NaN that is seen stays visible",
         "memory": "pages of wide records begin at multiples of 4 bytes",
     },
-    ops=(QUERIES, KEYS_OP, WEIGHTS, SCORES, PAGED, SPARSE_MLA, LAYER, FREE),
+    ops=(QUERIES, KEYS_OP, WEIGHTS, SCORES, PAGED, SPARSE_MLA, STORE_WIDE, LOAD_WIDE, LAYER, FREE),
     equivalents=(
         Equivalent(name="the indexer's pairs at or below topk tokens", reason="everything is picked: no score decides"),
         Equivalent(

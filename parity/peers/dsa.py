@@ -7,6 +7,7 @@ cache. `table_sr` is not used: the angles are its own.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deeptwin.reference.config import DsaConfig, IndexerRope, WeightCast
+from deeptwin.reference.config import DsaConfig, IndexerRope, PageLayout, RecordFormat, WeightCast
 from deeptwin.reference.dsa_state import DsaState, DsaWeights
 
 from .mla import TINY as TINY_MLA
@@ -153,6 +154,46 @@ def sdpa_over_records(
         out[token] = torch.nn.functional.scaled_dot_product_attention(q, keys, values, scale=scale)[:, 0]
         lse[token] = torch.logsumexp(scale * (q_thd[token].double() @ rows.T), -1)
     return out.bfloat16(), lse.float()
+
+
+def store_one_by_one(
+    cache_pow_: Tensor, x_td: Tensor, slots_t: Tensor, *, layout: PageLayout, fmt: RecordFormat | None = None
+) -> Tensor:
+    """`store_records` in Python numbers, one value after the other."""
+    assert fmt is not None
+    pages, size, width = cache_pow_.shape
+    scales = 4 * (fmt.channels // 128)
+    main = width - scales
+    for row, slot in zip(x_td.double().tolist(), slots_t.tolist(), strict=True):
+        if not 0 <= slot < pages * size:
+            continue
+        codes, sf = b"", b""
+        for start in range(0, fmt.channels, 128):
+            group = row[start : start + 128]
+            scale = _scale_of(max(abs(x) for x in group), fmt.name)
+            sf += struct.pack("<f", scale)
+            ratios = torch.tensor(group, dtype=torch.float32) / torch.tensor(scale, dtype=torch.float32)
+            codes += bytes(ratios.to(torch.float8_e4m3fn).view(torch.uint8).tolist())
+        tail = torch.tensor(row[fmt.channels :]).bfloat16().view(torch.uint8).tolist() if fmt.tail else []
+        page, offset = divmod(slot, size)
+        flat = cache_pow_[page].flatten().tolist()
+        if layout is PageLayout.INTERLEAVED:
+            flat[offset * width : (offset + 1) * width] = [*codes, *sf, *tail]
+        else:
+            flat[offset * main : (offset + 1) * main] = [*codes, *tail]
+            flat[size * main + offset * scales : size * main + (offset + 1) * scales] = list(sf)
+        cache_pow_[page] = torch.tensor(flat, dtype=torch.uint8).view(size, width)
+    return cache_pow_
+
+
+def _scale_of(amax: float, writer: str) -> float:
+    """An fp32 scale: FlashMLA floors it, the release code floors amax, the last writer does not round it."""
+    amax = amax if writer == "kv_v32_fmla" else max(amax, struct.unpack("<f", struct.pack("<f", 1e-4))[0])
+    scale = struct.unpack("<f", struct.pack("<f", amax / 448.0))[0]
+    if writer == "index_fp8_f32":
+        return float(scale)
+    mantissa, exponent = math.frexp(max(scale, 1e-4) if writer == "kv_v32_fmla" else scale)
+    return 2.0 ** (exponent - (mantissa == 0.5))
 
 
 def _decoded(record: bytes) -> Tensor:

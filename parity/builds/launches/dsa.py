@@ -8,13 +8,13 @@ import torch
 
 from deeptwin.optimized.dsa import (
     dsa_index_keys_triton,
-    dsa_index_queries_triton,
     dsa_index_scores_paged_triton,
     dsa_index_scores_triton,
     sparse_mla_triton,
 )
+from deeptwin.optimized.kv_cache import load_records_triton, store_records_triton
 from deeptwin.parity.peers.dsa import TINY
-from deeptwin.reference.config import INDEX_FP8_POW2, RopeConfig
+from deeptwin.reference.config import INDEX_FP8_POW2, KV_V32_FMLA, PageLayout, RopeConfig
 
 TOKENS, HEADS, POSITIONS, PAGE = 4096, 64, 163840, 64
 _MLA = replace(TINY.mla, rope=RopeConfig(rope_dim=64, theta=10000.0, yarn=None))
@@ -27,12 +27,6 @@ def _bf16(*shape: int) -> torch.Tensor:
 
 def _int32(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.int32)
-
-
-def queries() -> None:
-    """Index queries of a chunk."""
-    positions = torch.empty(TOKENS, dtype=torch.int64)
-    dsa_index_queries_triton(_bf16(TOKENS, HEADS, 128), torch.empty(POSITIONS, 64), positions, config=CONFIG)
 
 
 def keys() -> None:
@@ -59,3 +53,15 @@ def attend_h128() -> None:
     """Decode: 2048 picked records, two splits."""
     cache = torch.empty(8192, PAGE, 656, dtype=torch.uint8)
     sparse_mla_triton(_bf16(64, 128, 576), cache, _int32(64, 2048), _int32(64), scale=0.1)
+
+
+def store_656() -> None:
+    """Latents of a chunk into pages."""
+    cache = torch.empty(8192, PAGE, 656, dtype=torch.uint8)
+    store_records_triton(cache, _bf16(TOKENS, 576), _int32(TOKENS), layout=PageLayout.INTERLEAVED, fmt=KV_V32_FMLA)
+
+
+def load_656() -> None:
+    """Latents out of pages."""
+    cache = torch.empty(8192, PAGE, 656, dtype=torch.uint8)
+    load_records_triton(cache, _int32(TOKENS), layout=PageLayout.INTERLEAVED)
