@@ -439,6 +439,7 @@ PROMISED = {
     "foundation": entries((1, 9), (12, 14), (30, 30), (52, 60), (74, 75), (77, 79), (86, 88), (92, 92)),
     "compile gates": entries((80, 84)),
     "attention": entries((8, 11), (15, 29), (31, 37), (74, 74), (79, 79), (89, 89), (93, 95)),
+    "attention of V3.2": entries((5, 6), (12, 17), (24, 24)),
     "outside attention": entries((38, 60), (76, 76), (85, 85)),
 }
 

@@ -128,7 +128,7 @@ def test_values_are_refused() -> None:
         with pytest.raises(ValueError, match="^x_td: "):
             function(draw(1, 128))
         for width in (0, 3, 96):
-            with pytest.raises(ValueError, match=r"^x_td \(last axis\): "):
+            with pytest.raises(ValueError, match="^x_td: expected"):
                 function(draw(1, 2, width))
 
 
@@ -142,7 +142,7 @@ def test_dtypes_are_refused() -> None:
 
 def test_the_kernel_declines_wide_rows_and_buffers_that_do_not_fit() -> None:
     pytest.importorskip("triton")
-    with pytest.raises(NotImplementedError, match=r"^x_td \(last axis\): "):
+    with pytest.raises(NotImplementedError, match="^x_td: expected"):
         hadamard_triton(draw(1, 1, 8192))
     with pytest.raises(ValueError, match="^out: "):
         hadamard_triton(draw(1, 2, 4), out=torch.empty(2, 5, dtype=torch.bfloat16))

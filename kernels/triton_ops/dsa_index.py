@@ -366,6 +366,7 @@ def index_scores_paged(
     """
     (t, h, d), (p, o, _), j = q_thd.shape, cache_pow.shape, table_tj.shape[1]
     _require_codes(q_thd=q_thd)
+    byte_pw, float_pw, _ = wide_views("cache_pow", cache_pow)
     scores_ts = output_buffer(out, (t, j * o), torch.float32, q_thd)
     if not t * j * o:
         return scores_ts
@@ -373,7 +374,6 @@ def index_scores_paged(
     if not p:
         return scores_ts.fill_(float("-inf"))
     launch = launch or scores_launch(arch_of(q_thd.device), shared=False)
-    byte_pw, float_pw, _ = wide_views("cache_pow", cache_pow)
     table_tj = table_tj.contiguous()
     _score_pages[(triton.cdiv(j * o, launch.block_keys), t)](
         q_thd,

@@ -158,11 +158,12 @@ def sparse_mla(
     require_value_dim(record.channels)
     require_rows("q_thd", q_thd)
     require_rows("idx_tk", idx_tk)
+    views = wide_views("cache_pow", cache_pow)
     out_thu, lse_th = attention_outputs(out, (num_tokens, num_heads, record.channels), q_thd)
     require_runnable("q_thd", q_thd)
     if num_tokens == 0:
         return out_thu, lse_th
-    views, arch = wide_views("cache_pow", cache_pow), arch_of(q_thd.device)
+    arch = arch_of(q_thd.device)
     launch = launch or sparse_mla_launch(num_heads, arch)
     num_splits = max(1, triton.cdiv(idx_tk.shape[1], launch.split_keys))
     head_tiles = triton.cdiv(num_heads, launch.block_heads)

@@ -24,7 +24,7 @@ class Faults:
     beyond: str = "skip"  # skip, clamped
     floor: str = "own"  # own, other_writer, none
     scale: str = "own"  # own, unrounded, rounded, logarithm, big_endian, exponent, first_group
-    codes: str = "nearest"  # nearest, truncated, reciprocal
+    codes: str = "nearest"  # nearest, truncated
     tail: str = "kept"  # kept, quantised, unwritten, truncated
     rows: str = "own"  # own, first, backwards
     counter: bool = False
@@ -49,8 +49,7 @@ def _scales(faults: Faults, groups: Tensor, fmt: RecordFormat) -> Tensor:
 def _packed(faults: Faults, x: Tensor, fmt: RecordFormat) -> Tensor:
     groups = x[:, : fmt.channels].float().unflatten(1, (-1, 128))
     scale = _scales(faults, groups, fmt)
-    ratio = groups * (1 / scale)[..., None] if faults.codes == "reciprocal" else groups / scale[..., None]
-    ratio = ratio.clamp(-448, 448)
+    ratio = (groups / scale[..., None]).clamp(-448, 448)
     if faults.codes == "truncated":
         near = ratio.to(torch.float8_e4m3fn)
         below = near.view(torch.uint8) - (near.float().abs() > ratio.abs()).to(torch.uint8)
@@ -193,7 +192,6 @@ store_scale_rounded = store_with(replace(_RIGHT, scale="rounded"))
 store_scale_by_logarithm = store_with(replace(_RIGHT, scale="logarithm"))
 store_scale_big_endian = store_with(replace(_RIGHT, scale="big_endian"))
 store_codes_truncated = store_with(replace(_RIGHT, codes="truncated"))
-store_by_reciprocal = store_with(replace(_RIGHT, codes="reciprocal"))
 store_tail_quantised = store_with(replace(_RIGHT, tail="quantised"))
 store_tail_unwritten = store_with(replace(_RIGHT, tail="unwritten"))
 store_tail_truncated = store_with(replace(_RIGHT, tail="truncated"))

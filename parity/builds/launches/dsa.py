@@ -13,8 +13,9 @@ from deeptwin.optimized.dsa import (
     sparse_mla_triton,
 )
 from deeptwin.optimized.kv_cache import load_records_triton, store_records_triton
-from deeptwin.parity.peers.dsa import TINY
 from deeptwin.reference.config import INDEX_FP8_POW2, KV_V32_FMLA, PageLayout, RopeConfig
+
+from ...peers.dsa import TINY
 
 TOKENS, HEADS, POSITIONS, PAGE = 4096, 64, 163840, 64
 _MLA = replace(TINY.mla, rope=RopeConfig(rope_dim=64, theta=10000.0, yarn=None))
