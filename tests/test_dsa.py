@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deeptwin.optimized.dsa import (
+    dsa_attention_triton,
     dsa_index_keys_triton,
     dsa_index_queries_triton,
     dsa_index_scores_paged_triton,
@@ -571,6 +572,16 @@ def test_layers_and_states_are_refused() -> None:
         dsa_picks(again[0][:-1], latent, *again[1:], state, config=TINY, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"^state: expected indexer.wq_b.weight"):
         DsaWeights.from_state_dict(_mla_state(), prefix="", config=TINY)
+
+
+def test_the_composition_is_refused() -> None:
+    good = layer(RECORDS, 3, dtype=torch.bfloat16)
+    good.pop("dtype")
+    raises(ValueError, "x_tm", {"x_tm": draw(1, 2, 64)}, good, dsa_attention_triton)
+    raises(ValueError, "picks_tk", {"picks_tk": torch.zeros(2, 4, dtype=torch.int32)}, good, dsa_attention_triton)
+    raises(TypeError, "x_tm", {"x_tm": draw(1, 3, 64).float()}, good, dsa_attention_triton)
+    raises(TypeError, "picks_tk", {"picks_tk": torch.zeros(3, 4, dtype=torch.int64)}, good, dsa_attention_triton)
+    raises(NotImplementedError, "config", {"config": TINY}, good, dsa_attention_triton)
 
 
 def _mla_state() -> dict[str, Tensor]:

@@ -778,6 +778,18 @@ def layer_chunks(inputs: Inputs, context: Context) -> Iterator[Variant]:
     yield _chunked(inputs, [(len(inputs["x_tm"]) + 1) // 2], "two chunks", context)
 
 
+def prefixes(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """The first tokens without the others: as many rows less in every product."""
+    t = len(inputs["x_tm"])
+    for kept in sorted({1, 2, t // 2, t - 1} & set(range(1, t))):
+        rows = {name: inputs[name][:kept] for name in ("x_tm", "positions_t", "picks_tk") if inputs[name] is not None}
+        yield Variant(
+            label=f"the first {kept} tokens alone",
+            calls=(inputs | rows,),
+            expect=pick_rows(context.op, list(range(kept))),
+        )
+
+
 def layer_steps(inputs: Inputs, context: Context) -> Iterator[Variant]:
     """The last three tokens one by one: a decode step is the last row of a prefill."""
     t = len(inputs["x_tm"])
@@ -847,6 +859,30 @@ def cut_layers(case: LayerCase) -> bool:
 def many_shuffles(case: Any) -> str | None:
     """Index rows do not run lowered."""
     return "a transform is seven shuffles of a tile, which the lowering on the CPU has not finished after a minute"
+
+
+def plain_cut(case: LayerCase) -> bool:
+    """Chunks whose past the reference stores in fp32: a kernel's own state may lawfully differ from it in bf16."""
+    return cut_layers(case) and case.dtype == "fp32"
+
+
+def not_quantised(case: LayerCase) -> str | None:
+    """What the composition of kernels does."""
+    if case.config != "records" or case.dtype != "bf16":
+        return "the kernels hold index keys and latents as records: other configurations are for peers"
+    return None
+
+
+def long_layers(case: LayerCase) -> str | None:
+    """A layer is fifteen launches."""
+    return (
+        None if case.regime in ("normal", "small") else "one regime is enough for the interpreter: judged on a device"
+    )
+
+
+def many_kernels(case: LayerCase) -> str | None:
+    """No layer runs lowered on a CPU."""
+    return "fifteen kernels in a row, which take minutes to lower: each is run by the card of its component"
 
 
 def one_lowered(case: ScoreCase) -> str | None:
@@ -1299,14 +1335,32 @@ LAYER = Op(
     rows=LAYER_ROWS,
     out_rows={"y_tm": 0},
     relations=(
-        Relation(name="chunk_invariant", axis="chunks after a past", hook=layer_chunks, only=cut_layers),
-        Relation(name="decode_equals_prefill", axis="single steps", hook=layer_steps, only=cut_layers),
+        Relation(name="batch_invariant", axis="numbers of tokens", hook=prefixes, only=cut_layers),
+        Relation(name="chunk_invariant", axis="chunks after a past", hook=layer_chunks, only=plain_cut),
+        Relation(name="decode_equals_prefill", axis="single steps", hook=layer_steps, only=plain_cut),
         Relation(name="causality", axis="later tokens", hook=later_tokens, only=cut_layers),
         Relation(
             name="masked_equals_absent",
             axis="tokens that nobody picked",
             hook=unpicked_removed,
             only=lambda case: case.past > 0,
+        ),
+    ),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dsa:dsa_attention_triton",
+            declines=not_quantised,
+            interpreter_declines=long_layers,
+            lowered_declines=many_kernels,
+        ),
+    ),
+    builds=(
+        BuildCase(
+            name="absorbed-queries",
+            kernel="deeptwin.kernels.triton_ops.head_product:_head_product",
+            launch="deeptwin.parity.builds.launches.dsa:absorb_h128",
+            expect=PRODUCT | MATRIX,
         ),
     ),
     mutants=(

@@ -66,3 +66,10 @@ def load_656() -> None:
     """Latents out of pages."""
     cache = torch.empty(8192, PAGE, 656, dtype=torch.uint8)
     load_records_triton(cache, _int32(TOKENS), layout=PageLayout.INTERLEAVED)
+
+
+def absorb_h128() -> None:
+    """W_UK of 128 heads on the queries of a chunk."""
+    from deeptwin.kernels.triton_ops.head_product import head_product
+
+    head_product(_bf16(TOKENS, 128, 192)[..., :128], _bf16(128, 256, 512)[:, :128])
