@@ -20,7 +20,7 @@ from deeptwin.reference.v4_layer import v4_project
 from deeptwin.reference.v4_state import page_bytes
 
 from .. import draws
-from ..builds.ascend_presets import VECTOR
+from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
@@ -45,6 +45,7 @@ from ..v4_draws import (
     v4_weights,
 )
 from .linear import F32_PRODUCT
+from .sparse_attn import DECODED
 
 _mutant, _control = variants("csa")
 WRITERS = {fmt.name: fmt for fmt in (KV_V4, KV_V4_FMLA)}
@@ -726,6 +727,14 @@ RUN = Op(
             declines=unquantised,
             interpreter_declines=too_long,
             lowered_declines=many_kernels,
+        ),
+    ),
+    builds=(
+        BuildCase(
+            name="v4-decode",
+            kernel=f"{KERNELS}.two_cache:_attend_two_caches",
+            launch=f"{LAUNCHES}:two_caches_v4",
+            expect=DECODED | MATRIX,
         ),
     ),
     mutants=(
