@@ -49,7 +49,6 @@ from .sparse_attn import DECODED
 
 _mutant, _control = variants("csa")
 WRITERS = {fmt.name: fmt for fmt in (KV_V4, KV_V4_FMLA)}
-OPTIMIZED = "deeptwin.optimized.csa"
 
 
 # cases
@@ -447,7 +446,7 @@ HEADS = Op(
         Relation(name="batch_invariant", axis="tokens", only=lambda c: c.cast == "release" and c.regime == "normal"),
         Relation(name="run_to_run", axis="repeats", only=lambda c: c.cast == "release" and c.regime == "normal"),
     ),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:head_norm_rope_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.csa:head_norm_rope_triton"),),
     builds=(
         BuildCase(
             name="v4",
@@ -485,7 +484,7 @@ OUTPUT = Op(
     candidates=(
         Candidate(
             name="triton",
-            function=f"{OPTIMIZED}:v4_output_triton",
+            function="deeptwin.optimized.csa:v4_output_triton",
             interpreter_declines=one_regime,
             lowered_declines=many_kernels,
         ),
@@ -513,7 +512,7 @@ SELECT = Op(
     candidates=(
         Candidate(
             name="triton",
-            function=f"{OPTIMIZED}:csa_select_triton",
+            function="deeptwin.optimized.csa:csa_select_triton",
             declines=unquantised,
             interpreter_declines=select_too_long,
             lowered_declines=many_kernels,
@@ -556,7 +555,7 @@ WHOLE = Op(
     candidates=(
         Candidate(
             name="triton",
-            function=f"{OPTIMIZED}:csa_attention_triton",
+            function="deeptwin.optimized.csa:csa_attention_triton",
             declines=unquantised,
             interpreter_declines=whole_too_long,
             lowered_declines=many_kernels,
@@ -596,7 +595,6 @@ WHOLE = Op(
 )
 
 _record, _record_control = variants("csa_records")
-KERNELS, LAUNCHES = "deeptwin.kernels.triton_ops", "deeptwin.parity.builds.launches.csa"
 STORE = Op(
     name="store_v4_records",
     reference="deeptwin.reference.kv_cache:store_records",
@@ -615,7 +613,10 @@ STORE = Op(
     candidates=(Candidate(name="triton", function="deeptwin.optimized.kv_cache:store_records_triton"),),
     builds=(
         BuildCase(
-            name="v4", kernel=f"{KERNELS}.v4_cache:_store_v4", launch=f"{LAUNCHES}:store_v4", expect=NO_PRODUCT | VECTOR
+            name="v4",
+            kernel="deeptwin.kernels.triton_ops.v4_cache:_store_v4",
+            launch="deeptwin.parity.builds.launches.csa:store_v4",
+            expect=NO_PRODUCT | VECTOR,
         ),
     ),
     mutants=(
@@ -643,7 +644,10 @@ LOAD = Op(
     candidates=(Candidate(name="triton", function="deeptwin.optimized.kv_cache:load_records_triton"),),
     builds=(
         BuildCase(
-            name="v4", kernel=f"{KERNELS}.v4_cache:_load_v4", launch=f"{LAUNCHES}:load_v4", expect=NO_PRODUCT | VECTOR
+            name="v4",
+            kernel="deeptwin.kernels.triton_ops.v4_cache:_load_v4",
+            launch="deeptwin.parity.builds.launches.csa:load_v4",
+            expect=NO_PRODUCT | VECTOR,
         ),
     ),
     mutants=(
@@ -671,8 +675,8 @@ FUSED = Op(
     builds=(
         BuildCase(
             name="v4",
-            kernel=f"{KERNELS}.v4_cache:_norm_rope_store_v4",
-            launch=f"{LAUNCHES}:fused_v4",
+            kernel="deeptwin.kernels.triton_ops.v4_cache:_norm_rope_store_v4",
+            launch="deeptwin.parity.builds.launches.csa:fused_v4",
             expect=NO_PRODUCT | VECTOR,
         ),
     ),
@@ -723,7 +727,7 @@ RUN = Op(
     candidates=(
         Candidate(
             name="triton",
-            function=f"{OPTIMIZED}:csa_run_triton",
+            function="deeptwin.optimized.csa:csa_run_triton",
             declines=unquantised,
             interpreter_declines=too_long,
             lowered_declines=many_kernels,
@@ -732,8 +736,8 @@ RUN = Op(
     builds=(
         BuildCase(
             name="v4-decode",
-            kernel=f"{KERNELS}.two_cache:_attend_two_caches",
-            launch=f"{LAUNCHES}:two_caches_v4",
+            kernel="deeptwin.kernels.triton_ops.two_cache:_attend_two_caches",
+            launch="deeptwin.parity.builds.launches.csa:two_caches_v4",
             expect=DECODED | MATRIX,
         ),
     ),
@@ -775,7 +779,7 @@ FREE = Op(
     candidates=(
         Candidate(
             name="triton",
-            function=f"{OPTIMIZED}:csa_run_triton",
+            function="deeptwin.optimized.csa:csa_run_triton",
             declines=unquantised,
             interpreter_declines=too_long,
             lowered_declines=many_kernels,
