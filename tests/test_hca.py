@@ -148,37 +148,39 @@ def test_the_golden_vectors_hold() -> None:
 # rejected input
 
 
-@pytest.mark.parametrize("base", BASES, ids=ids)
-def test_whole_sequences_are_checked(base: V4Case) -> None:
-    inputs = whole(base)
-    triton = {V4Kind.HCA: hca_attention_triton, V4Kind.SLIDING: sliding_attention_triton}[base.kind]
-    for function in (WHOLE[base.kind], triton):
-        with pytest.raises(ValueError, match=r"^cu_seqlens: "):
-            function(**inputs | {"cu_seqlens": torch.tensor([0, 8])})
-        with pytest.raises(ValueError, match=r"^config: expected kind"):
-            function(**inputs | {"config": v4_config(V4Kind.CSA, "micro")})
-    with pytest.raises(NotImplementedError, match=r"^config: "):
-        triton(**whole(replace(base, form="hf")))
+def test_whole_sequences_are_checked() -> None:
+    for base, functions in (
+        (HCA, (hca_attention, hca_attention_triton)),
+        (SLIDING, (sliding_attention, sliding_attention_triton)),
+    ):
+        inputs = whole(base)
+        for function in functions:
+            with pytest.raises(ValueError, match=r"^cu_seqlens: "):
+                function(**inputs | {"cu_seqlens": torch.tensor([0, 8])})
+            with pytest.raises(ValueError, match=r"^config: expected kind"):
+                function(**inputs | {"config": v4_config(V4Kind.CSA, "micro")})
+    for base, function in ((HCA, hca_attention_triton), (SLIDING, sliding_attention_triton)):
+        with pytest.raises(NotImplementedError, match=r"^config: "):
+            function(**whole(replace(base, form="hf")))
 
 
-@pytest.mark.parametrize("base", BASES, ids=ids)
-def test_steps_are_checked(base: V4Case) -> None:
-    inputs = draw_run(base, rng())
-    batch = inputs["batch"]
-    long = replace(batch, counts_kb=torch.tensor([[9]], dtype=torch.int32), decode_k=torch.tensor([True]))
-    bad: list[tuple[str, dict[str, Any]]] = [
-        ("x_tm", {"x_tm": inputs["x_tm"][:, :-1]}),
-        ("batch", {"x_tm": inputs["x_tm"][:-1]}),
-        ("batch", {"batch": long}),
-        ("config", {"config": v4_config(V4Kind.CSA, "micro")}),
-    ]
-    if base.kind is V4Kind.HCA:
-        bad += [("caches", {"caches": replace(inputs["caches"], **{name: None})}) for name in ("main_pow", "pool")]
-    triton = {V4Kind.HCA: hca_run_triton, V4Kind.SLIDING: sliding_run_triton}[base.kind]
-    for name, change in bad:
-        for function in (RUN[base.kind], triton):
-            with pytest.raises(ValueError, match=f"^{name}: "):
-                function(**inputs | change)
+def test_steps_are_checked() -> None:
+    for base, functions in ((HCA, (hca_run, hca_run_triton)), (SLIDING, (sliding_run, sliding_run_triton))):
+        inputs = draw_run(base, rng())
+        batch = inputs["batch"]
+        long = replace(batch, counts_kb=torch.tensor([[9]], dtype=torch.int32), decode_k=torch.tensor([True]))
+        bad: list[tuple[str, dict[str, Any]]] = [
+            ("x_tm", {"x_tm": inputs["x_tm"][:, :-1]}),
+            ("batch", {"x_tm": inputs["x_tm"][:-1]}),
+            ("batch", {"batch": long}),
+            ("config", {"config": v4_config(V4Kind.CSA, "micro")}),
+        ]
+        if base.kind is V4Kind.HCA:
+            bad += [("caches", {"caches": replace(inputs["caches"], **{n: None})}) for n in ("main_pow", "pool")]
+        for name, change in bad:
+            for function in functions:
+                with pytest.raises(ValueError, match=f"^{name}: "):
+                    function(**inputs | change)
 
 
 def test_ends_of_a_layer_are_checked() -> None:
