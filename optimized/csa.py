@@ -134,15 +134,15 @@ def csa_select_triton(
         ValueError: shapes disagree; the weights have no indexer.
         NotImplementedError: index keys are not FP4.
     """
-    if config.index is not IndexCast.FP4:
-        raise NotImplementedError(f"config: expected index keys in FP4, got {config.index.name}")
+    _require_fp4(config)
     expect_shape("x_tm", x_tm, "tm", {"t": len(latent_ta)})
+    index_wq, index_head_hm = owned(weights.index_wq, "index_wq"), owned(weights.index_head_hm, "index_head_hm")
     heads, width = config.index_heads, config.index_dim
-    q_tk = _product(latent_ta, owned(weights.index_wq, "index_wq"), weights.index_wq_sf)
+    q_tk = _product(latent_ta, index_wq, weights.index_wq_sf)
     q_thd = _rotated(q_tk.unflatten(1, (heads, width)), table_sr, positions_t)
     codes, sf = quantize_triton(hadamard_triton(q_thd.flatten(0, 1)), fmt=INDEX_FP4.quant)
     q_thw = torch.cat([codes, sf], 1).unflatten(0, (len(x_tm), heads))
-    w_th = index_weights_triton(x_tm, owned(weights.index_head_hm, "index_head_hm"), scale=(heads * width) ** -0.5)
+    w_th = index_weights_triton(x_tm, index_head_hm, scale=(heads * width) ** -0.5)
     length_t = ((positions_t + 1) // config.ratio).to(torch.int32)
     scores_tj = index_scores_paged_triton(
         q_thw, index_pow, w_th, table_tp, length_t, None, block_size=1, order=config.score_order
@@ -165,7 +165,7 @@ def csa_attention_triton(
         ValueError: shapes disagree; config is not of kind CSA.
         NotImplementedError: keys or index keys are not quantised.
     """
-    caches, batch = whole_sequences(x_tm, cu_seqlens, config)
+    caches, batch = _whole_sequences(x_tm, cu_seqlens, config)
     return csa_run_triton(x_tm, weights, table_sr, caches, batch, picks_tk, config=config)[0]
 
 
@@ -186,7 +186,9 @@ def csa_run_triton(
             or a decode step is longer than `config.backtracking`.
         NotImplementedError: index keys are not FP4.
     """
-    require_steps(x_tm, batch, config, V4Kind.CSA)
+    _require_steps(x_tm, batch, config, V4Kind.CSA)
+    _require_parts(caches, V4Kind.CSA)
+    _require_fp4(config)
     caches = caches.clone()
     y_tm = torch.empty_like(x_tm, memory_format=torch.contiguous_format)
     for step, row_t in batch.steps():
@@ -206,10 +208,10 @@ def _step(
     picks_tk: Tensor | None,
     config: V4AttnConfig,
 ) -> Tensor:
-    q_thd, down_td, latent_ta = projected(x_tm, weights, table_sr, step.positions_t, config)
+    q_thd, down_td, latent_ta = _projected(x_tm, weights, table_sr, step.positions_t, config)
     main_pow, index_pow = owned(caches.main_pow, "caches"), owned(caches.index_pow, "caches")
-    store_entries_(x_tm, weights, caches, table_sr, step, config)
-    index_yd, slot_y = step_entries_(
+    _store_entries(x_tm, weights, caches, table_sr, step, config)
+    index_yd, slot_y = _step_entries(
         x_tm,
         owned(weights.index_entry, "index_entry"),
         owned(caches.index_pool, "caches"),
@@ -217,8 +219,6 @@ def _step(
         step,
         config,
     )
-    if config.index is not IndexCast.FP4:
-        raise NotImplementedError(f"config: expected index keys in FP4, got {config.index.name}")
     store_records_triton(index_pow, hadamard_triton(index_yd), slot_y, layout=SECTIONED)
     table_tp = step.table_bp[step.seq_t.long()].contiguous()
     if picks_tk is None:
@@ -226,11 +226,11 @@ def _step(
             x_tm, latent_ta, weights, table_sr, step.positions_t, index_pow, table_tp, config=config
         )
     slot_tk = physical_slots_triton(picks_tk, table_tp, page_entries=config.page_entries)
-    out_thd = attend_(q_thd, down_td, weights, main_pow, slot_tk, caches.ring_pow, table_sr, step, config)
+    out_thd = _attend(q_thd, down_td, weights, main_pow, slot_tk, caches.ring_pow, table_sr, step, config)
     return v4_output_triton(out_thd, weights, table_sr, step.positions_t, config=config)
 
 
-def whole_sequences(x_tm: Tensor, cu_seqlens: Tensor, config: V4AttnConfig) -> tuple[V4Caches, Csa2Batch]:
+def _whole_sequences(x_tm: Tensor, cu_seqlens: Tensor, config: V4AttnConfig) -> tuple[V4Caches, Csa2Batch]:
     """Fresh caches and the one prefill step that advances sequences from position 0.
 
     Raises:
@@ -260,7 +260,19 @@ def whole_sequences(x_tm: Tensor, cu_seqlens: Tensor, config: V4AttnConfig) -> t
     return v4_caches(config, pages=pages, states=max(len(counts_b), 1), device=x_tm.device), batch
 
 
-def require_steps(x_tm: Tensor, batch: Csa2Batch, config: V4AttnConfig, kind: V4Kind) -> None:
+def _require_fp4(config: V4AttnConfig) -> None:
+    if config.index is not IndexCast.FP4:
+        raise NotImplementedError(f"config: expected index keys in FP4, got {config.index.name}")
+
+
+def _require_parts(caches: V4Caches, kind: V4Kind) -> None:
+    """Raise ValueError unless every part that a kind of layer keeps is there."""
+    names = {V4Kind.SLIDING: (), V4Kind.HCA: ("main_pow", "pool")}
+    for name in names.get(kind, ("main_pow", "pool", "index_pow", "index_pool")):
+        owned(getattr(caches, name), "caches")
+
+
+def _require_steps(x_tm: Tensor, batch: Csa2Batch, config: V4AttnConfig, kind: V4Kind) -> None:
     """Raise ValueError unless the steps are those of x_tm, none is too long, and config is of the kind."""
     if config.kind is not kind:
         raise ValueError(f"config: expected kind {kind.name}, got {config.kind.name}")
@@ -272,7 +284,7 @@ def require_steps(x_tm: Tensor, batch: Csa2Batch, config: V4AttnConfig, kind: V4
         raise ValueError(f"batch: expected decode steps of up to {config.backtracking}, got {longest.tolist()}")
 
 
-def projected(
+def _projected(
     x_tm: Tensor, weights: V4Weights, table_sr: Tensor, positions_t: Tensor, config: V4AttnConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query heads, the key before its norm, the query latent."""
@@ -289,16 +301,16 @@ def projected(
     return q_thd, down_td, latent_ta
 
 
-def store_entries_(
+def _store_entries(
     x_tm: Tensor, weights: V4Weights, caches: V4Caches, table_sr: Tensor, step: Csa2Step, config: V4AttnConfig
 ) -> None:
     """The entries that a step completes, into the pages of the main cache."""
     entry, pool_ = owned(weights.entry, "entry"), owned(caches.pool, "caches")
-    entry_yd, slot_y = step_entries_(x_tm, entry, pool_, table_sr, step, config)
+    entry_yd, slot_y = _step_entries(x_tm, entry, pool_, table_sr, step, config)
     store_records_triton(owned(caches.main_pow, "caches"), entry_yd, slot_y, layout=SECTIONED, fmt=config.cache)
 
 
-def step_entries_(
+def _step_entries(
     x_tm: Tensor, weights: CompressorWeights, pool_: Tensor, table_sr: Tensor, step: Csa2Step, config: V4AttnConfig
 ) -> tuple[Tensor, Tensor]:
     """The rotated entries that a step completes, and their slots; advances the pool."""
@@ -322,7 +334,7 @@ def step_entries_(
     return entry_yd, slot_y1[:, 0]
 
 
-def attend_(
+def _attend(
     q_thd: Tensor,
     down_td: Tensor,
     weights: V4Weights,

@@ -23,9 +23,9 @@ def hadamard_triton(x_td: Tensor, *, dtype: torch.dtype = torch.bfloat16, out: T
     expect_dtype("x_td", x_td, *STORAGE)
     width = dims["d"]
     if width < 1 or width & (width - 1):
-        raise ValueError(f"x_td (last axis): expected a power of two, got {width}")
+        raise ValueError(f"x_td: expected a power of two of channels, got {width}")
     if width > 4096:
-        raise NotImplementedError(f"x_td (last axis): expected at most 4096 channels, got {width}")
+        raise NotImplementedError(f"x_td: expected at most 4096 channels, got {width}")
     if dtype not in STORAGE:
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
     from deeptwin.kernels.triton_ops import hadamard as kernels

@@ -10,7 +10,7 @@ from deeptwin.reference.csa2_state import Csa2Batch, Csa2Step
 from deeptwin.reference.v4_state import V4Caches
 from deeptwin.reference.v4_weights import V4Weights, owned
 
-from .csa import attend_, projected, require_steps, store_entries_, v4_output_triton, whole_sequences
+from .csa import _attend, _projected, _require_parts, _require_steps, _store_entries, _whole_sequences, v4_output_triton
 from .topk import physical_slots_triton
 
 
@@ -23,7 +23,7 @@ def hca_attention_triton(
         ValueError: shapes disagree; config is not of kind HCA.
         NotImplementedError: keys are not quantised.
     """
-    caches, batch = whole_sequences(x_tm, cu_seqlens, config)
+    caches, batch = _whole_sequences(x_tm, cu_seqlens, config)
     return hca_run_triton(x_tm, weights, table_sr, caches, batch, config=config)[0]
 
 
@@ -36,7 +36,7 @@ def sliding_attention_triton(
         ValueError: shapes disagree; config is not of kind SLIDING.
         NotImplementedError: keys are not quantised.
     """
-    caches, batch = whole_sequences(x_tm, cu_seqlens, config)
+    caches, batch = _whole_sequences(x_tm, cu_seqlens, config)
     return sliding_run_triton(x_tm, weights, table_sr, caches, batch, config=config)[0]
 
 
@@ -49,7 +49,8 @@ def hca_run_triton(
         ValueError: shapes disagree; config is not of kind HCA; caches lack a part; the steps do not add up to t tokens,
             or a decode step is longer than `config.backtracking`.
     """
-    require_steps(x_tm, batch, config, V4Kind.HCA)
+    _require_steps(x_tm, batch, config, V4Kind.HCA)
+    _require_parts(caches, V4Kind.HCA)
     y_tm, caches = _run(x_tm, weights, table_sr, caches, batch, config)
     return y_tm, caches.ring_pow, owned(caches.main_pow, "caches"), owned(caches.pool, "caches")
 
@@ -63,7 +64,7 @@ def sliding_run_triton(
         ValueError: shapes disagree; config is not of kind SLIDING; the steps do not add up to t tokens, or a decode
             step is longer than `config.backtracking`.
     """
-    require_steps(x_tm, batch, config, V4Kind.SLIDING)
+    _require_steps(x_tm, batch, config, V4Kind.SLIDING)
     y_tm, caches = _run(x_tm, weights, table_sr, caches, batch, config)
     return y_tm, caches.ring_pow
 
@@ -81,14 +82,14 @@ def _run(
 def _step(
     x_tm: Tensor, weights: V4Weights, table_sr: Tensor, caches: V4Caches, step: Csa2Step, config: V4AttnConfig
 ) -> Tensor:
-    q_thd, down_td, _ = projected(x_tm, weights, table_sr, step.positions_t, config)
+    q_thd, down_td, _ = _projected(x_tm, weights, table_sr, step.positions_t, config)
     main_pow = caches.ring_pow[:0]
     slot_tk = torch.zeros(len(x_tm), 0, dtype=torch.int32, device=x_tm.device)
     if config.kind is V4Kind.HCA:
         main_pow = owned(caches.main_pow, "caches")
-        store_entries_(x_tm, weights, caches, table_sr, step, config)
+        _store_entries(x_tm, weights, caches, table_sr, step, config)
         slot_tk = _visible_slots(step, config)
-    out_thd = attend_(q_thd, down_td, weights, main_pow, slot_tk, caches.ring_pow, table_sr, step, config)
+    out_thd = _attend(q_thd, down_td, weights, main_pow, slot_tk, caches.ring_pow, table_sr, step, config)
     return v4_output_triton(out_thd, weights, table_sr, step.positions_t, config=config)
 
 

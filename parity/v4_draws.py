@@ -20,6 +20,7 @@ from deeptwin.reference.config import (
     HeadNorm,
     IndexCast,
     OutputCast,
+    PageLayout,
     RecordFormat,
     RopeConfig,
     ScoreOrder,
@@ -273,9 +274,11 @@ def counts_of(lengths: tuple[int, ...], schedule: str, most: int) -> tuple[list[
 # stored records
 
 
-def sectioned(cache_pow: Tensor) -> tuple[Tensor, RecordFormat]:
-    """The records of all slots of sectioned pages, one to a row, and their format."""
+def sectioned(cache_pow: Tensor, *, interleaved: bool = False) -> tuple[Tensor, RecordFormat]:
+    """The records of all slots of sectioned pages, one to a row, and their format; interleaved ones stand so."""
     fmt = RECORD_FORMATS[cache_pow.shape[2]]
+    if interleaved:
+        return cache_pow.reshape(-1, fmt.record_bytes), fmt
     rest = fmt.record_bytes - fmt.scale_bytes
     flat = cache_pow.flatten(1)
     data, sf = flat.split([cache_pow.shape[1] * rest, cache_pow.shape[1] * fmt.scale_bytes], 1)
@@ -287,7 +290,8 @@ def sectioned(cache_pow: Tensor) -> tuple[Tensor, RecordFormat]:
 class StoredPages:
     """Sectioned pages after a run: written slots by their values, every other slot untouched.
 
-    `part` names the field of the argument `caches` that holds the bytes before the call; `pad` bytes are zero.
+    `part` names the argument, or the field of the argument `caches`, that holds the bytes before the call; pad bytes
+    are zero.
     """
 
     part: str
@@ -295,9 +299,13 @@ class StoredPages:
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
         """Slots as CONTRACT writes them, values inside the limit."""
-        before, fmt = sectioned(getattr(oracles.arguments["caches"], self.part))
+        arguments = oracles.arguments
+        held = arguments[self.part] if self.part in arguments else getattr(arguments["caches"], self.part)
+        interleaved = "store" in arguments and arguments["store"].layout is PageLayout.INTERLEAVED
+        before, fmt = sectioned(held.cpu(), interleaved=interleaved)
         have, want, honest, rival = (
-            sectioned(x.to(torch.uint8))[0] for x in (got.cpu(), oracles.contract, oracles.semantic, oracles.rival)
+            sectioned(x.to(torch.uint8), interleaved=interleaved)[0]
+            for x in (got.cpu(), oracles.contract, oracles.semantic, oracles.rival)
         )
         written = (want != before).any(1)
         wrong = ((have != before).any(1) != written).nonzero()[:, 0]

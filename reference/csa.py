@@ -95,7 +95,7 @@ def csa_scores(
     expect_shape("rows_tj", rows_tj, "tj", {"t": len(x_tm)})
     q_tk = product(latent_ta, owned(weights.index_wq, "index_wq"), weights.index_wq_sf, num=num)
     q_thd = rotated(q_tk.unflatten(1, (config.index_heads, config.index_dim)), table_sr, positions_t, num=num)
-    q_yd = index_cached(csa_index_rows(q_thd.flatten(0, 1), config=config, num=num), config, num)
+    q_yd = index_cached(csa_index_rows(q_thd.flatten(0, 1), config=config, num=num), config=config, num=num)
     scale = (config.index_heads * config.index_dim) ** -0.5
     w_th = index_weights(x_tm, owned(weights.index_head_hm, "index_head_hm"), scale=scale, num=num)
     q_thd = q_yd.unflatten(0, q_thd.shape[:2])
@@ -179,7 +179,7 @@ def csa_attention(
         index_yd = whole_entries(
             x_tm, owned(weights.index_entry, "index_entry"), table_sr, cu_seqlens, config=config, num=num
         )
-        key_sd = index_cached(csa_index_rows(index_yd, config=config, num=num), config, num)
+        key_sd = index_cached(csa_index_rows(index_yd, config=config, num=num), config=config, num=num)
         scores_tj = csa_scores(x_tm, latent_ta, weights, table_sr, positions_t, key_sd, rows_tj, config=config, num=num)
         picks_tk = topk(scores_tj, (rows_tj >= 0).sum(1, dtype=torch.int32), k=config.index_topk)
         tap("scores", scores_tj)
@@ -221,6 +221,8 @@ def csa_run(
     """
     _check_kind(config)
     check_steps(x_tm, batch, config)
+    for part in (caches.main_pow, caches.pool, caches.index_pow, caches.index_pool):
+        owned(part, "caches")
     caches = caches.clone()
     y_tm = torch.zeros_like(num.wide(x_tm))
     for step, row_t in batch.steps():
@@ -273,7 +275,7 @@ def csa_step_(
     return v4_output(out_thd, weights, table_sr, step.positions_t, config=config, num=num)
 
 
-def index_cached(x_yd: Tensor, config: V4AttnConfig, num: Numerics) -> Tensor:
+def index_cached(x_yd: Tensor, *, config: V4AttnConfig, num: Numerics = CONTRACT) -> Tensor:
     """What a cache of index keys would give back."""
     if config.index_quant is None:
         return x_yd

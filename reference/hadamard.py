@@ -43,7 +43,7 @@ def hadamard(x_td: Tensor, *, dtype: torch.dtype = torch.bfloat16, num: Numerics
     expect_dtype("x_td", x_td, *FLOATING)
     width = dims["d"]
     if width < 1 or width & (width - 1):
-        raise ValueError(f"x_td (last axis): expected a power of two, got {width}")
+        raise ValueError(f"x_td: expected a power of two of channels, got {width}")
     x_td, half = num.wide(x_td), 1
     while half < width:
         low_tgj, high_tgj = x_td.unflatten(1, (-1, 2, half)).unbind(2)

@@ -120,6 +120,8 @@ def hca_run(
         v3-v32-v4.md sections 5.3, 5.4, 5.8
     """
     _check_kind(config, V4Kind.HCA)
+    owned(caches.main_pow, "caches")
+    owned(caches.pool, "caches")
     y_tm, caches = _run(x_tm, weights, table_sr, caches, batch, config=config, num=num)
     return y_tm, caches.ring_pow, owned(caches.main_pow, "caches"), owned(caches.pool, "caches")
 

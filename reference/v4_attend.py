@@ -84,19 +84,22 @@ def attend_values(
     Shapes:
         key_td, entry_yd: before the quantiser; rows_tk: rows of entry_yd, -1 for none; returns out_thd.
     """
-    held_sd = torch.cat([as_cached(key_td, config, num), as_cached(entry_yd, config, num)])
+    held_sd = torch.cat([as_cached(x_yd, config=config, num=num) for x_yd in (key_td, entry_yd)])
     back_w = torch.arange(config.window - 1, -1, -1, device=positions_t.device)
     own_t = torch.arange(len(q_thd), device=positions_t.device)
     window_tw = torch.where(back_w <= positions_t[:, None], own_t[:, None] - back_w, -1)
     idx_tk = torch.cat([window_tw, torch.where(rows_tk >= 0, rows_tk + len(key_td), -1)], 1).to(torch.int32)
     dtype = torch.float32 if config.output is OutputCast.FUSED else torch.bfloat16
-    scale, d = config.head_dim**-0.5, config.head_dim
-    # weights are rounded to bf16 whatever the output is stored in, as those over records are
-    out_thd, _ = sparse_attn(q_thd, held_sd, idx_tk, sink_h, None, scale=scale, value_dim=d, dtype=dtype, num=num)
-    return out_thd
+    scale, d, fmt = config.head_dim**-0.5, config.head_dim, config.cache
+    if fmt is None:
+        return sparse_attn(q_thd, held_sd, idx_tk, sink_h, None, scale=scale, value_dim=d, dtype=dtype, num=num)[0]
+    # as over records: weights are rounded to bf16 whatever the output is stored in
+    none_pow, none_tk = torch.zeros(0, 1, fmt.record_bytes, dtype=torch.uint8), idx_tk[:, :0]
+    caches = TwoCaches(window=fmt, main=fmt, layout=SECTIONED, scale=scale)
+    return two_cache_attn(q_thd, held_sd, idx_tk, none_pow, none_tk, sink_h, caches=caches, dtype=dtype, num=num)[0]
 
 
-def as_cached(x_yd: Tensor, config: V4AttnConfig, num: Numerics) -> Tensor:
+def as_cached(x_yd: Tensor, *, config: V4AttnConfig, num: Numerics = CONTRACT) -> Tensor:
     """What a cache would give back: all but the rotary channels through the quantiser."""
     if config.cache is None:
         return x_yd

@@ -440,6 +440,8 @@ PROMISED = {
     "compile gates": entries((80, 84)),
     "attention": entries((8, 11), (15, 29), (31, 37), (74, 74), (79, 79), (89, 89), (93, 95)),
     "replay and prefixes": entries((34, 35), (64, 64), (69, 69), (71, 73)),
+    "attention of V3.2": entries((5, 6), (12, 17), (24, 24)),
+    "attention of V4": entries((11, 11), (25, 28), (30, 31), (33, 34), (86, 86), (89, 89), (94, 94)),
     "outside attention": entries((38, 60), (76, 76), (85, 85)),
     "earlier generations": entries(
         *((5, 6), (11, 17), (24, 25), (30, 30), (33, 33), (38, 39), (44, 51), (61, 61), (63, 63), (85, 86), (89, 89))

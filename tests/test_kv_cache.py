@@ -30,8 +30,11 @@ from deeptwin.reference.cache_plan import (
 )
 from deeptwin.reference.config import (
     INDEX_FP4,
+    INDEX_FP8_F32,
     KV_FP4,
     KV_FP8,
+    KV_V32_FMLA,
+    RECORD_WRITERS,
     FusedStore,
     PageLayout,
     RecordFormat,
@@ -338,10 +341,10 @@ def test_the_golden_vectors_hold() -> None:
 # rejected input
 
 SLOT = torch.tensor([0])
-KNOWN = r"528 \(kv_fp8\), 288 \(kv_fp4\), 68 \(index_fp4\) bytes"
+KNOWN = r"528 \(kv_fp8\), 288 \(kv_fp4\), 68 \(index_fp4\), .* bytes"
 
 
-@pytest.mark.parametrize("width", [584, 592, 656, 0])
+@pytest.mark.parametrize("width", [583, 592, 0])
 def test_unknown_record_widths_are_refused_by_naming_the_known_ones(width: int) -> None:
     cache, x = torch.zeros(1, 2, width, dtype=torch.uint8), torch.zeros(1, 512)
     for store in (store_records, store_records_triton):
@@ -451,3 +454,33 @@ def test_bad_plans_are_refused() -> None:
         cache_view(block, Piece(name="main", layer=0, offset=0, size=528, entries=1))
     with pytest.raises(ValueError, match="piece: expected records, got the compressor state of layer 2"):
         cache_view(block, Piece(name="compressor", layer=2, offset=0, size=56, entries=7))
+
+
+def test_a_store_is_told_its_writer() -> None:
+    cache, x, slot = torch.zeros(1, 2, 656, dtype=torch.uint8), torch.zeros(1, 576), torch.tensor([0])
+    for store in (store_records, store_records_triton):
+        for fmt in (None, KV_FP8, INDEX_FP8_F32):
+            with pytest.raises(ValueError, match=r"^fmt: expected kv_v32_fmla, kv_v32_demo for records of 656 bytes"):
+                store(cache, x, slot, layout=INTERLEAVED, fmt=fmt)
+        with pytest.raises(ValueError, match=r"^fmt: expected kv_fp8 "):
+            store(torch.zeros(1, 2, 528, dtype=torch.uint8), x[:, :512], slot, layout=INTERLEAVED, fmt=KV_V32_FMLA)
+    fused = FusedStore(eps=1e-6, layout=INTERLEAVED, tap=RecordTap.NONE)
+    for function in (norm_rope_store, norm_rope_store_triton):
+        with pytest.raises(ValueError, match=r"^fmt: "):
+            function(cache, x, torch.ones(576), torch.zeros(1, 64), slot, slot, store=fused)
+    assert set(RECORD_WRITERS) == {656, 132, 584}
+
+
+def test_wide_records_are_refused() -> None:
+    pytest.importorskip("triton")
+    askew = torch.zeros(2 * 656 + 1, dtype=torch.uint8)[1:].view(1, 2, 656)
+    with pytest.raises(NotImplementedError, match=r"^cache_pow_: "):
+        store_records_triton(askew, normal(1, 576), torch.tensor([0]), layout=INTERLEAVED, fmt=KV_V32_FMLA)
+    with pytest.raises(NotImplementedError, match=r"^cache_pow: "):
+        load_records_triton(askew, torch.tensor([0]), layout=INTERLEAVED)
+    with pytest.raises(ValueError, match=r"^records_tw: expected w=656"):
+        unpack_records(torch.zeros(1, 132, dtype=torch.uint8), fmt=KV_V32_FMLA)
+    with pytest.raises(TypeError, match=r"^records_tw: "):
+        unpack_records(torch.zeros(1, 656), fmt=KV_V32_FMLA)
+    with pytest.raises(ValueError, match=r"^tail: "):
+        replace(KV_V32_FMLA, tail=-1)

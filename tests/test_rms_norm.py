@@ -18,7 +18,7 @@ from deeptwin.parity.card import load_card
 from deeptwin.reference.config import FP8_1X128, FP8_128X128, Q4I, Q8, QuantFormat, WeightCast
 from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC, Numerics
 from deeptwin.reference.quant import quantize
-from deeptwin.reference.rms_norm import rms_norm, rms_norm_quant
+from deeptwin.reference.rms_norm import project_norm, rms_norm, rms_norm_quant
 
 AFTER, BEFORE = WeightCast.AFTER_WEIGHT, WeightCast.BEFORE_WEIGHT
 both_casts = pytest.mark.parametrize("cast", WeightCast, ids=lambda cast: cast.value)
@@ -204,3 +204,11 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
         rms_norm_triton(x, weight, eps=1e-6, cast=AFTER, out=torch.empty(2, 128, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match="out: expected torch.bfloat16"):
         rms_norm_triton(x, weight, eps=1e-6, cast=AFTER, out=torch.empty(1, 128))
+
+
+def test_projected_latents_are_refused() -> None:
+    x, w, norm = torch.zeros(2, 8), torch.zeros(3, 8), torch.ones(3)
+    with pytest.raises(ValueError, match="^w_am: "):
+        project_norm(x, w[:, :7], norm, eps=1e-6, cast=WeightCast.AFTER_WEIGHT)
+    with pytest.raises(TypeError, match="^weight_m: "):
+        project_norm(x, w, norm.to(torch.int32), eps=1e-6, cast=WeightCast.AFTER_WEIGHT)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from . import require_runnable
 from .quant import output_buffer
+from .split_softmax import arch_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +25,10 @@ class HadamardLaunch:
     num_warps: int = 4
 
 
-def hadamard_launch(width: int) -> HadamardLaunch:
-    """About 4096 values a program, whatever the number of rows and the device."""
-    return HadamardLaunch(rows=max(1, min(64, 4096 // width)))
+def hadamard_launch(width: int, arch: str) -> HadamardLaunch:
+    """About 4096 values a program; the shuffles of a stage need room in the unified buffer of an Ascend."""
+    values = 512 if arch == "ascend950" else 4096
+    return HadamardLaunch(rows=max(1, min(64, values // width)))
 
 
 @triton.jit
@@ -75,7 +77,7 @@ def hadamard(x_td: torch.Tensor, *, dtype: torch.dtype, out: torch.Tensor | None
     if not t:
         return y_td
     require_runnable("x_td", x_td)
-    launch = hadamard_launch(d)
+    launch = hadamard_launch(d, arch_of(x_td.device))
     _hadamard[(triton.cdiv(t, launch.rows),)](
         x_td,
         y_td,

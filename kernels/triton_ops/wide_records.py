@@ -194,8 +194,8 @@ def store_wide(
     """
     if not x_td.numel() or not cache_pow_.numel():
         return cache_pow_
-    require_runnable("x_td", x_td)
     views, launch = wide_views("cache_pow_", cache_pow_), wide_launch(record)
+    require_runnable("x_td", x_td)
     _store_wide[(triton.cdiv(x_td.shape[0], launch.rows),)](
         x_td,
         slots_t,
@@ -240,8 +240,8 @@ def load_wide(
         return x_td
     if not cache_pow.numel():
         return x_td.zero_()
-    require_runnable("cache_pow", cache_pow)
     views, launch = wide_views("cache_pow", cache_pow), wide_launch(record)
+    require_runnable("cache_pow", cache_pow)
     _load_wide[(triton.cdiv(slots_t.shape[0], launch.rows),)](
         *views,
         slots_t,

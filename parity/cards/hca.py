@@ -27,7 +27,6 @@ from ..v4_draws import (
 from .linear import F32_PRODUCT
 
 _mutant, _control = variants("hca")
-OPTIMIZED = "deeptwin.optimized.hca"
 PEERS = "deeptwin.parity.peers.csa"
 
 HCA = V4Case(kind=V4Kind.HCA, lengths=(9,))
@@ -167,7 +166,7 @@ def _exact_op(name: str, cases: Any) -> Op:
     )
 
 
-def _whole_op(name: str, cases: Any, golden: Any, mutants: Any) -> Op:
+def _whole_op(name: str, triton: str, cases: Any, golden: Any, mutants: Any) -> Op:
     return Op(
         name=name,
         reference=f"deeptwin.reference.hca:{name}",
@@ -185,7 +184,7 @@ def _whole_op(name: str, cases: Any, golden: Any, mutants: Any) -> Op:
         candidates=(
             Candidate(
                 name="triton",
-                function=f"{OPTIMIZED}:{name}_triton",
+                function=triton,
                 interpreter_declines=whole_too_long,
                 lowered_declines=many_kernels,
             ),
@@ -198,6 +197,7 @@ def _whole_op(name: str, cases: Any, golden: Any, mutants: Any) -> Op:
 
 WHOLE = _whole_op(
     "hca_attention",
+    "deeptwin.optimized.hca:hca_attention_triton",
     cases_whole,
     golden_whole,
     (
@@ -226,6 +226,7 @@ WHOLE = _whole_op(
 
 SLIDING_WHOLE = _whole_op(
     "sliding_attention",
+    "deeptwin.optimized.hca:sliding_attention_triton",
     cases_sliding,
     golden_sliding,
     (
@@ -238,7 +239,7 @@ SLIDING_WHOLE = _whole_op(
 )
 
 
-def _run_op(name: str, cases: Any, outputs: tuple[Output, ...], **rest: Any) -> Op:
+def _run_op(name: str, triton: str, cases: Any, outputs: tuple[Output, ...], **rest: Any) -> Op:
     relations = (
         Relation(name="chunk_invariant", axis="steps", hook=other_schedules, only=single),
         Relation(name="batch_invariant", axis="packed sequences", hook=alone, only=packed),
@@ -257,7 +258,7 @@ def _run_op(name: str, cases: Any, outputs: tuple[Output, ...], **rest: Any) -> 
         candidates=(
             Candidate(
                 name="triton",
-                function=f"{OPTIMIZED}:{name}_triton",
+                function=triton,
                 interpreter_declines=too_long,
                 lowered_declines=many_kernels,
             ),
@@ -268,6 +269,7 @@ def _run_op(name: str, cases: Any, outputs: tuple[Output, ...], **rest: Any) -> 
 
 RUN = _run_op(
     "hca_run",
+    "deeptwin.optimized.hca:hca_run_triton",
     cases_run,
     (
         Y,
@@ -289,6 +291,7 @@ RUN = _run_op(
 
 SLIDING_RUN = _run_op(
     "sliding_run",
+    "deeptwin.optimized.hca:sliding_run_triton",
     cases_sliding_run,
     (Y, RING),
     mutants=(

@@ -7,6 +7,8 @@ cache. `table_sr` is not used: the angles are its own.
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deeptwin.reference.config import DsaConfig, IndexerRope, WeightCast
+from deeptwin.reference.config import DsaConfig, IndexerRope, PageLayout, RecordFormat, WeightCast
 from deeptwin.reference.dsa_state import DsaState, DsaWeights
 
 from .mla import TINY as TINY_MLA
@@ -94,7 +96,8 @@ def run(peer: HfDsa, x_tm: Tensor, *, steps: int = 0) -> tuple[Tensor, list[set[
         ]
     finally:
         peer.attention.indexer.forward = inner
-    picks, scores = [], torch.full((len(x_tm), len(x_tm)), -torch.inf)
+    picks: list[set[int]] = []
+    scores = torch.full((len(x_tm), len(x_tm)), -torch.inf)
     for indices, rows in seen:
         for own, row in zip(indices, rows, strict=True):
             position = len(picks)
@@ -131,6 +134,83 @@ def transformers_steps(
 ) -> Tensor:
     """The same through its cache: one chunk, then the last tokens one by one."""
     return run(_loaded(weights, config, dtype), x_tm, steps=min(STEPS, max(len(x_tm) - 1, 0)))[0]
+
+
+def sdpa_over_records(
+    q_thd: Tensor, cache_pow: Tensor, idx_tk: Tensor, topk_length_t: Tensor | None, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`sparse_mla`: records decoded one by one, torch's own attention in fp64."""
+    t, h, _ = q_thd.shape
+    out, lse = torch.zeros(t, h, 512, dtype=torch.float64), torch.full((t, h), -torch.inf, dtype=torch.float64)
+    pages, slots, _ = cache_pow.shape
+    for token in range(t):
+        listed = idx_tk[token] if topk_length_t is None else idx_tk[token, : int(topk_length_t[token])]
+        named = [i for i in listed.tolist() if 0 <= i < pages * slots]
+        if not named:
+            continue
+        rows = torch.stack([_decoded(bytes(cache_pow[i // slots, i % slots].tolist())) for i in named])
+        q = q_thd[token].double()[:, None]
+        keys, values = rows.expand(h, -1, -1), rows[:, :512].expand(h, -1, -1)
+        out[token] = torch.nn.functional.scaled_dot_product_attention(q, keys, values, scale=scale)[:, 0]
+        lse[token] = torch.logsumexp(scale * (q_thd[token].double() @ rows.T), -1)
+    return out.bfloat16(), lse.float()
+
+
+def store_one_by_one(
+    cache_pow_: Tensor, x_td: Tensor, slots_t: Tensor, *, layout: PageLayout, fmt: RecordFormat | None = None
+) -> Tensor:
+    """`store_records` in Python numbers, one value after the other."""
+    assert fmt is not None
+    pages, size, width = cache_pow_.shape
+    scales = 4 * (fmt.channels // 128)
+    main = width - scales
+    for row, slot in zip(x_td.double().tolist(), slots_t.tolist(), strict=True):
+        if not 0 <= slot < pages * size:
+            continue
+        codes, sf = b"", b""
+        for start in range(0, fmt.channels, 128):
+            group = row[start : start + 128]
+            scale = _scale_of(max(abs(x) for x in group), fmt.name)
+            sf += struct.pack("<f", scale)
+            ratios = torch.tensor(group, dtype=torch.float32) / torch.tensor(scale, dtype=torch.float32)
+            codes += bytes(ratios.to(torch.float8_e4m3fn).view(torch.uint8).tolist())
+        tail = torch.tensor(row[fmt.channels :]).bfloat16().view(torch.uint8).tolist() if fmt.tail else []
+        page, offset = divmod(slot, size)
+        flat = cache_pow_[page].flatten().tolist()
+        if layout is PageLayout.INTERLEAVED:
+            flat[offset * width : (offset + 1) * width] = [*codes, *sf, *tail]
+        else:
+            flat[offset * main : (offset + 1) * main] = [*codes, *tail]
+            flat[size * main + offset * scales : size * main + (offset + 1) * scales] = list(sf)
+        cache_pow_[page] = torch.tensor(flat, dtype=torch.uint8).view(size, width)
+    return cache_pow_
+
+
+def _scale_of(amax: float, writer: str) -> float:
+    """An fp32 scale: FlashMLA floors it, the release code floors amax, the last writer does not round it."""
+    amax = amax if writer == "kv_v32_fmla" else max(amax, struct.unpack("<f", struct.pack("<f", 1e-4))[0])
+    scale = struct.unpack("<f", struct.pack("<f", amax / 448.0))[0]
+    if writer == "index_fp8_f32":
+        return float(scale)
+    mantissa, exponent = math.frexp(max(scale, 1e-4) if writer == "kv_v32_fmla" else scale)
+    return 2.0 ** (exponent - (mantissa == 0.5))
+
+
+def _decoded(record: bytes) -> Tensor:
+    """The 576 values of a record of 656 bytes: 512 codes, four little-endian fp32 scales, 64 bf16 numbers."""
+    scales = struct.unpack_from("<4f", record, 512)
+    values = [_e4m3(code) * scales[i // 128] for i, code in enumerate(record[:512])]
+    halves = struct.unpack_from("<64H", record, 528)
+    tail = [struct.unpack("<f", struct.pack("<I", half << 16))[0] for half in halves]
+    return torch.tensor([*values, *tail], dtype=torch.float64)
+
+
+def _e4m3(code: int) -> float:
+    sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
+    if code & 0x7F == 0x7F:
+        return float("nan")
+    size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return sign * size
 
 
 def _loaded(weights: DsaWeights, config: DsaConfig, dtype: torch.dtype) -> HfDsa:

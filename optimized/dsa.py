@@ -1,0 +1,337 @@
+"""DeepSeek sparse attention, fast: index rows, scores, attention over records; the contract is `reference/dsa*.py`."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deeptwin.reference.checks import expect_dtype, expect_positive, expect_records, expect_shape
+from deeptwin.reference.config import DsaConfig, IndexerRope, MscaleRule, Pairing, RopeSpan, ScaleKind
+from deeptwin.reference.dsa_state import DsaState, DsaWeights
+from deeptwin.reference.weights import Latents
+
+from .linear import linear_triton
+from .quant import quantize_triton
+from .rms_norm import rms_norm_triton
+from .rope import rope_triton
+from .sparse_attn import sparse_attn_triton
+from .topk import topk_triton
+
+if TYPE_CHECKING:
+    from deeptwin.kernels.triton_ops.dsa_index import ScoresLaunch
+    from deeptwin.kernels.triton_ops.split_softmax import SplitLaunch
+
+E4M3 = torch.float8_e4m3fn
+
+
+def dsa_index_queries_triton(
+    q_thd: Tensor,
+    table_sr: Tensor,
+    positions_t: Tensor,
+    *,
+    config: DsaConfig,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`reference.dsa_index.dsa_index_queries` of bf16 heads. Values are not inspected: a position that is no row of the
+    table gives NaN.
+
+    Raises:
+        TypeError: q_thd is not bfloat16, the table not float32, positions no integers; `out` has another dtype.
+        ValueError: shapes disagree, also with `config`; `out` does not fit.
+        NotImplementedError: d is no power of two from 16 up.
+    """
+    _check_rows("q_thd", q_thd, table_sr, positions_t, config)
+    return _index_rows(q_thd, None, table_sr, positions_t, config, out)
+
+
+def dsa_index_keys_triton(
+    k_td: Tensor,
+    weight_d: Tensor,
+    bias_d: Tensor,
+    table_sr: Tensor,
+    positions_t: Tensor,
+    *,
+    config: DsaConfig,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`reference.dsa_index.dsa_index_keys` of bf16 keys; as `dsa_index_queries_triton`.
+
+    Raises:
+        TypeError: k_td is not bfloat16, weight or bias neither bfloat16 nor float32, the table not float32, positions
+            no integers; `out` has another dtype.
+        ValueError: shapes disagree, also with `config`; `out` does not fit.
+        NotImplementedError: d is no power of two from 16 up.
+    """
+    expect_shape("k_td", k_td, "td", {})
+    _check_rows("k_td", k_td[:, None], table_sr, positions_t, config)
+    for name, x_d in (("weight_d", weight_d), ("bias_d", bias_d)):
+        expect_shape(name, x_d, "d", {"d": config.index_dim})
+        expect_dtype(name, x_d, torch.bfloat16, torch.float32)
+    whole = None if out is None else out[:, None]
+    return _index_rows(k_td[:, None], (weight_d, bias_d), table_sr, positions_t, config, whole)[:, 0]
+
+
+def dsa_index_scores_triton(
+    q_thd: Tensor,
+    k_sd: Tensor,
+    k_sf_s: Tensor,
+    w_th: Tensor,
+    length_t: Tensor,
+    *,
+    launch: ScoresLaunch | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`reference.dsa_index.dsa_index_scores` of e4m3 rows.
+
+    Raises:
+        TypeError: q or k are not e4m3, scales or weights are not float32, lengths are not int32; `out` has another
+            dtype.
+        ValueError: shapes disagree; `out` does not fit.
+        NotImplementedError: d is no power of two from 16 up, or channels are not contiguous.
+    """
+    dims = _check_scores(q_thd, w_th, length_t)
+    expect_shape("k_sd", k_sd, "sd", dims)
+    expect_dtype("k_sd", k_sd, E4M3)
+    expect_shape("k_sf_s", k_sf_s, "s", dims)
+    expect_dtype("k_sf_s", k_sf_s, torch.float32)
+    from deeptwin.kernels.triton_ops import dsa_index
+
+    codes = q_thd.view(torch.uint8), k_sd.view(torch.uint8)
+    return dsa_index.index_scores(*codes, k_sf_s, w_th, length_t, launch=launch, out=out)
+
+
+def dsa_index_scores_paged_triton(
+    q_thd: Tensor,
+    cache_pow: Tensor,
+    w_th: Tensor,
+    table_tj: Tensor,
+    length_t: Tensor,
+    *,
+    launch: ScoresLaunch | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`reference.dsa_index.dsa_index_scores_paged`, with the bits of `dsa_index_scores_triton` for the same keys.
+
+    Raises:
+        TypeError: q is not e4m3, the cache not uint8, weights not float32, pages or lengths not int32; `out` has
+            another dtype.
+        ValueError: shapes disagree; `out` does not fit.
+        NotImplementedError: d is no power of two from 16 up, channels are not contiguous, or pages do not begin at
+            multiples of four bytes.
+    """
+    dims = _check_scores(q_thd, w_th, length_t)
+    expect_shape("cache_pow", cache_pow, "pow", {"w": dims["d"] + 4})
+    expect_dtype("cache_pow", cache_pow, torch.uint8)
+    expect_shape("table_tj", table_tj, "tj", dims)
+    expect_dtype("table_tj", table_tj, torch.int32)
+    from deeptwin.kernels.triton_ops import dsa_index
+
+    codes = q_thd.view(torch.uint8)
+    return dsa_index.index_scores_paged(codes, cache_pow, w_th, table_tj, length_t, launch=launch, out=out)
+
+
+def dsa_attention_triton(
+    x_tm: Tensor,
+    weights: DsaWeights,
+    positions_t: Tensor,
+    table_sr: Tensor,
+    picks_tk: Tensor | None,
+    *,
+    config: DsaConfig,
+    past: DsaState | None = None,
+) -> Tensor:
+    """`reference.dsa.dsa_attention` of bf16 rows and weights, a composition of kernels. Values are not inspected.
+
+    Raises:
+        TypeError: rows or picks have another dtype than bfloat16 and int32.
+        ValueError: shapes disagree.
+        NotImplementedError: index keys or latents are not quantised, or latents are no power of two of channels.
+    """
+    mla = config.mla
+    expect_shape("x_tm", x_tm, "tm", {"t": len(positions_t), "m": mla.hidden})
+    expect_dtype("x_tm", x_tm, torch.bfloat16)
+    if config.index_key is None or config.latent is None:
+        raise NotImplementedError(f"config: expected quantised index keys and latents, got {config}")
+    if picks_tk is not None:
+        expect_shape("picks_tk", picks_tk, "tk", {"t": len(positions_t)})
+        expect_dtype("picks_tk", picks_tk, torch.int32)
+    from deeptwin.kernels.triton_ops.head_product import head_product
+
+    q_thd, latent_ta, new = _project(x_tm, weights, positions_t, table_sr, config)
+    state = new if past is None else past.then(new)
+    length_t = (state.latents.positions_s[None, :] <= positions_t[:, None]).sum(1, dtype=torch.int32)
+    if picks_tk is None:
+        picks_tk = _picks(x_tm, latent_ta, weights, positions_t, table_sr, state, length_t, config)
+    picks_tk = torch.where(picks_tk < length_t[:, None], picks_tk, -1)
+    q_nope_thn, q_rope_thr = q_thd.split([mla.nope_dim, mla.rope.rope_dim], dim=-1)
+    q_full = torch.cat([head_product(q_nope_thn, weights.mla.w_uk_hnc), q_rope_thr], dim=-1)
+    scale = _softmax_scale(config)
+    z_thc, _ = sparse_attn_triton(
+        q_full, state.latents.rows_sd, picks_tk, None, None, scale=scale, value_dim=mla.kv_lora_rank
+    )
+    out_thu = head_product(z_thc, weights.mla.w_uv_huc.mT)
+    return linear_triton(out_thu.flatten(1), weights.mla.w_o_mhu.flatten(1))
+
+
+def sparse_mla_triton(
+    q_thd: Tensor,
+    cache_pow: Tensor,
+    idx_tk: Tensor,
+    topk_length_t: Tensor | None,
+    *,
+    scale: float,
+    launch: SplitLaunch | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference.dsa.sparse_mla` of bf16 queries, with bf16 weights and output.
+
+    Raises:
+        ValueError: shapes disagree, no format with a tail has records of w bytes, `scale` is not positive, or an `out`
+            buffer has another shape.
+        TypeError: queries are not bfloat16, the cache is not uint8, indices or lengths are not int32, or an `out`
+            buffer has another dtype.
+        NotImplementedError: rows are not contiguous, or pages do not begin at multiples of four bytes.
+    """
+    dims: dict[str, int] = {}
+    fmt = expect_records("cache_pow", cache_pow, {})
+    if not fmt.tail:
+        raise ValueError(f"cache_pow: expected records with a bf16 tail, got those of {fmt.name}")
+    expect_shape("q_thd", q_thd, "thd", dims | {"d": fmt.width})
+    expect_dtype("q_thd", q_thd, torch.bfloat16)
+    expect_shape("idx_tk", idx_tk, "tk", {"t": q_thd.shape[0]})
+    expect_dtype("idx_tk", idx_tk, torch.int32)
+    if topk_length_t is not None:
+        expect_shape("topk_length_t", topk_length_t, "t", {"t": q_thd.shape[0]})
+        expect_dtype("topk_length_t", topk_length_t, torch.int32)
+    expect_positive("scale", scale)
+    from deeptwin.kernels.triton_ops import sparse_mla as kernels
+    from deeptwin.kernels.triton_ops.wide_records import WideRecord
+
+    record = WideRecord(channels=fmt.channels, group=fmt.quant.group, tail=fmt.tail)
+    return kernels.sparse_mla(
+        q_thd, cache_pow, idx_tk, topk_length_t, scale=scale, record=record, launch=launch, out=out
+    )
+
+
+def _project(
+    x_tm: Tensor, weights: DsaWeights, positions_t: Tensor, table_sr: Tensor, config: DsaConfig
+) -> tuple[Tensor, Tensor, DsaState]:
+    """Query heads, the query latent, and what the tokens leave: latents by way of their records, index keys."""
+    mla, main, t = config.mla, weights.mla, len(x_tm)
+    norm = partial(rms_norm_triton, eps=mla.norm_eps, cast=mla.weight_cast)
+    turned = partial(rope_triton, pairing=Pairing.INTERLEAVED, span=RopeSpan.LAST, inverse=False)
+    assert main.w_qa_am is not None
+    assert main.q_norm_a is not None
+    latent_ta = norm(linear_triton(x_tm, main.w_qa_am), main.q_norm_a)
+    q_thd = linear_triton(latent_ta, main.w_qb_hda.flatten(0, 1)).view(t, mla.num_heads, mla.head_dim)
+    q_thd = turned(q_thd, table_sr, positions_t)
+    down_td = linear_triton(x_tm, main.w_kv_dm)
+    c_tc = norm(down_td[:, : mla.kv_lora_rank], main.kv_norm_c)
+    rows_td = torch.cat([c_tc, down_td[:, mla.kv_lora_rank :]], dim=1)
+    rows_td = turned(rows_td[:, None], table_sr, positions_t)[:, 0]
+    k_td = linear_triton(x_tm, weights.w_k_dm)
+    k_td = dsa_index_keys_triton(k_td, weights.k_norm_d, weights.k_bias_d, table_sr, positions_t, config=config)
+    assert config.index_key is not None
+    key_sd, sf_s1 = quantize_triton(k_td, fmt=config.index_key.quant)
+    latents = Latents(rows_sd=_by_way_of_records(rows_td, config), positions_s=positions_t)
+    return q_thd, latent_ta, DsaState(latents=latents, key_sd=key_sd, key_sf_s=sf_s1[:, 0])
+
+
+def _by_way_of_records(rows_td: Tensor, config: DsaConfig) -> Tensor:
+    """The values that a cache would give back."""
+    from deeptwin.kernels.triton_ops import wide_records
+
+    fmt = config.latent
+    assert fmt is not None
+    record = wide_records.WideRecord(
+        channels=fmt.channels,
+        group=fmt.quant.group,
+        tail=fmt.tail,
+        pow2=fmt.quant.scale is ScaleKind.POW2_F32,
+        amax_floor=fmt.quant.amax_floor,
+    )
+    page_pow = torch.empty(1, len(rows_td), fmt.record_bytes, dtype=torch.uint8, device=rows_td.device)
+    slots_t = torch.arange(len(rows_td), dtype=torch.int32, device=rows_td.device)
+    wide_records.store_wide(page_pow, rows_td, slots_t, record=record)
+    return wide_records.load_wide(page_pow, slots_t, record=record, dtype=torch.bfloat16)
+
+
+def _picks(
+    x_tm: Tensor,
+    latent_ta: Tensor,
+    weights: DsaWeights,
+    positions_t: Tensor,
+    table_sr: Tensor,
+    state: DsaState,
+    length_t: Tensor,
+    config: DsaConfig,
+) -> Tensor:
+    """The picked rows of `state`, ascending, -1 behind them."""
+    if len(state.key_sd) <= config.topk:
+        row_k = torch.arange(config.topk, dtype=torch.int32, device=x_tm.device)
+        return torch.where(row_k < length_t[:, None], row_k, -1)
+    h, d = config.index_heads, config.index_dim
+    q_thd = linear_triton(latent_ta, weights.w_qb_hda.flatten(0, 1)).view(len(x_tm), h, d)
+    q_thd = dsa_index_queries_triton(q_thd, table_sr, positions_t, config=config)
+    assert config.index_key is not None
+    codes_yd, sf_y1 = quantize_triton(q_thd.flatten(0, 1), fmt=config.index_key.quant)
+    w_th = linear_triton(x_tm.float(), weights.w_head_hm, dtype=torch.float32) * h**-0.5
+    w_th = w_th * sf_y1.view(w_th.shape) * d**-0.5
+    scores_ts = dsa_index_scores_triton(codes_yd.view(q_thd.shape), state.key_sd, state.key_sf_s, w_th, length_t)
+    return topk_triton(scores_ts, length_t, k=config.topk)
+
+
+def _softmax_scale(config: DsaConfig) -> float:
+    """head_dim^-0.5, times the square of YaRN's magnitude, of the field that the rule names."""
+    yarn = config.mla.rope.yarn
+    if yarn is None:
+        return config.mla.head_dim**-0.5
+    field = yarn.mscale if yarn.mscale_rule is MscaleRule.DEMO else yarn.mscale_all_dim
+    return config.mla.head_dim**-0.5 * (0.1 * field * math.log(yarn.factor) + 1.0) ** 2
+
+
+def _index_rows(
+    x_thd: Tensor,
+    norm: tuple[Tensor, Tensor] | None,
+    table_sr: Tensor,
+    positions_t: Tensor,
+    config: DsaConfig,
+    out: Tensor | None,
+) -> Tensor:
+    from deeptwin.kernels.triton_ops import dsa_index
+
+    return dsa_index.index_rows(
+        x_thd,
+        norm,
+        table_sr,
+        positions_t,
+        interleaved=config.indexer_rope is IndexerRope.INTERLEAVED,
+        transform=config.index_key is not None,
+        eps=config.norm_eps,
+        out=out,
+    )
+
+
+def _check_rows(name: str, x_thd: Tensor, table_sr: Tensor, positions_t: Tensor, config: DsaConfig) -> None:
+    dims = {"d": config.index_dim, "r": config.mla.rope.rope_dim}
+    expect_shape(name, x_thd, "thd", dims)
+    expect_dtype(name, x_thd, torch.bfloat16)
+    expect_shape("table_sr", table_sr, "sr", dims)
+    expect_dtype("table_sr", table_sr, torch.float32)
+    expect_shape("positions_t", positions_t, "t", dims)
+    expect_dtype("positions_t", positions_t, torch.int32, torch.int64)
+
+
+def _check_scores(q_thd: Tensor, w_th: Tensor, length_t: Tensor) -> dict[str, int]:
+    dims: dict[str, int] = {}
+    expect_shape("q_thd", q_thd, "thd", dims)
+    expect_dtype("q_thd", q_thd, E4M3)
+    expect_shape("w_th", w_th, "th", dims)
+    expect_dtype("w_th", w_th, torch.float32)
+    expect_shape("length_t", length_t, "t", dims)
+    expect_dtype("length_t", length_t, torch.int32)
+    return dims
