@@ -931,7 +931,7 @@ INDEX_ROWS = Budget(kind="index rows")
 # decoded keys stand in registers beside the accumulator
 _DECODED = "the accumulator fills half of the register file, decoded keys spill once a block"
 DECODED = {
-    "sm90": Expect(mma="wgmma", max_stack=320, reason=_DECODED),
+    "sm90": Expect(mma="wgmma", max_stack=384, reason=_DECODED),  # 320 with triton 3.8
     "sm100": Expect(mma="tcgen05", max_stack=64, reason=_DECODED),
 }
 
