@@ -589,6 +589,16 @@ def cases_wide(full: bool) -> list[WideCase]:
 
 
 def cases_layer(full: bool) -> list[LayerCase]:
+    """Layers that hold rows as they are."""
+    return [case for case in _layers(full) if case.config != "records"]
+
+
+def cases_records(full: bool) -> list[LayerCase]:
+    """Layers over records."""
+    return [case for case in _layers(full) if case.config == "records"]
+
+
+def _layers(full: bool) -> list[LayerCase]:
     """Configurations, a past, picks in the future, regimes; records in bf16."""
     base = LayerCase(tokens=20)
     found = [replace(base, regime=r) for r in REGIMES]
@@ -867,18 +877,6 @@ def cut_layers(case: LayerCase) -> bool:
 def many_shuffles(case: Any) -> str | None:
     """Index rows do not run lowered."""
     return "a transform is seven shuffles of a tile, which the lowering on the CPU has not finished after a minute"
-
-
-def plain_cut(case: LayerCase) -> bool:
-    """Chunks whose past the reference stores in fp32: a kernel's own state may lawfully differ from it in bf16."""
-    return cut_layers(case) and case.dtype == "fp32"
-
-
-def not_quantised(case: LayerCase) -> str | None:
-    """What the composition of kernels does."""
-    if case.config != "records" or case.dtype != "bf16":
-        return "the kernels hold index keys and latents as records: other configurations are for peers"
-    return None
 
 
 def long_layers(case: LayerCase) -> str | None:
@@ -1343,9 +1341,8 @@ LAYER = Op(
     rows=LAYER_ROWS,
     out_rows={"y_tm": 0},
     relations=(
-        Relation(name="batch_invariant", axis="numbers of tokens", hook=prefixes, only=cut_layers),
-        Relation(name="chunk_invariant", axis="chunks after a past", hook=layer_chunks, only=plain_cut),
-        Relation(name="decode_equals_prefill", axis="single steps", hook=layer_steps, only=plain_cut),
+        Relation(name="chunk_invariant", axis="chunks after a past", hook=layer_chunks, only=cut_layers),
+        Relation(name="decode_equals_prefill", axis="single steps", hook=layer_steps, only=cut_layers),
         Relation(name="causality", axis="later tokens", hook=later_tokens, only=cut_layers),
         Relation(
             name="masked_equals_absent",
@@ -1354,11 +1351,35 @@ LAYER = Op(
             only=lambda case: case.past > 0,
         ),
     ),
+    mutants=(
+        _layer("magnitude_missing", "U05", "the softmax scale misses mscale²"),
+        _layer("magnitude_of_other_field", "U06", "the softmax scale is taken from the other magnitude field"),
+        _layer("future_picks_attended", "U25", "the causal mask behind the selection is missing"),
+        _layer("picks_of_last_query", "U25", "all queries attend to the list of the last"),
+        _layer("latents_unnormalised", "U11", "latents are not normalised"),
+        _layer("past_dropped", "U27", "the cached tokens are not read"),
+        _layer("unpicked_mass_counted", "U08", "the denominator counts tokens that were not picked"),
+    ),
+    controls=(_layer_control("right_layer"),),
+    golden=lambda: golden_layer("some")[:1],
+)
+
+LAYER_RECORDS = Op(
+    name="dsa_attention_records",
+    reference="deeptwin.reference.dsa:dsa_attention",
+    outputs=(Output(name="y_tm", rule=MLA_BLOCK),),
+    cases=cases_records,
+    draw=draw_layer,
+    rows=LAYER_ROWS,
+    out_rows={"y_tm": 0},
+    relations=(
+        Relation(name="batch_invariant", axis="numbers of tokens", hook=prefixes, only=cut_layers),
+        Relation(name="causality", axis="later tokens", hook=later_tokens, only=cut_layers),
+    ),
     candidates=(
         Candidate(
             name="triton",
             function="deeptwin.optimized.dsa:dsa_attention_triton",
-            declines=not_quantised,
             interpreter_declines=long_layers,
             lowered_declines=many_kernels,
         ),
@@ -1372,19 +1393,12 @@ LAYER = Op(
         ),
     ),
     mutants=(
-        _layer("magnitude_missing", "U05", "the softmax scale misses mscale²"),
-        _layer("magnitude_of_other_field", "U06", "the softmax scale is taken from the other magnitude field"),
-        _layer("future_picks_attended", "U25", "the causal mask behind the selection is missing"),
-        _layer("picks_of_last_query", "U25", "all queries attend to the list of the last"),
         _layer("latents_unquantised", "U86", "latents are attended before their quantiser"),
         _layer("latent_floor_on_amax", "U94", "the floor is on amax where the writer floors the scale"),
         _layer("rotary_key_quantised", "U86", "the rotary key is quantised too"),
-        _layer("latents_unnormalised", "U11", "latents are not normalised"),
-        _layer("past_dropped", "U27", "the cached tokens are not read"),
-        _layer("unpicked_mass_counted", "U08", "the denominator counts tokens that were not picked"),
     ),
     controls=(_layer_control("right_layer"),),
-    golden=lambda: golden_layer("some"),
+    golden=lambda: golden_layer("some")[1:],
 )
 
 # twice the worst of 50 seeds: see TRANSFORMERS of the mla card, whose layer this is
@@ -1458,7 +1472,7 @@ CARD = Card(
         "NaN": "unseen keys, unlisted records and gaps may hold anything; a NaN that is seen stays visible",
         "memory": "pages of wide records begin at multiples of 4 bytes",
     },
-    ops=(QUERIES, KEYS_OP, WEIGHTS, SCORES, PAGED, SPARSE_MLA, STORE_WIDE, LOAD_WIDE, LAYER, FREE),
+    ops=(QUERIES, KEYS_OP, WEIGHTS, SCORES, PAGED, SPARSE_MLA, STORE_WIDE, LOAD_WIDE, LAYER, LAYER_RECORDS, FREE),
     equivalents=(
         Equivalent(name="the indexer's pairs at or below topk tokens", reason="everything is picked: no score decides"),
         Equivalent(
