@@ -859,11 +859,6 @@ def few_scores(case: Any) -> bool:
     return case.regime == "normal" and case.tokens == 4 and case.heads == 16 and case.dim == 128
 
 
-def few_records(case: MlaCase) -> bool:
-    """The same for attention."""
-    return case.regime == "normal" and case.tokens == 3 and case.heads == 4 and case.holes == "some" and case.page == 5
-
-
 def long_lists(case: MlaCase) -> bool:
     """A list of several blocks, so that another split of it shows."""
     return case.regime == "normal" and case.tokens == 3 and case.holes == "leading"
@@ -1156,10 +1151,10 @@ SPARSE_MLA = Op(
     out_rows={"out_thu": 0, "lse_th": 0},
     relations=(
         Relation(name="batch_invariant", axis="query tokens", only=long_lists),
-        Relation(name="chunk_invariant", axis="query chunks", hook=row_chunks, only=few_records),
-        Relation(name="run_to_run", axis="repeats", only=few_records),
-        Relation(name="page_permutation", axis="pages, gaps between them", hook=moved_records, only=few_records),
-        Relation(name="masked_equals_absent", axis="list entries", hook=more_holes, only=few_records),
+        Relation(name="chunk_invariant", axis="query chunks", hook=row_chunks, only=long_lists),
+        Relation(name="run_to_run", axis="repeats", only=long_lists),
+        Relation(name="page_permutation", axis="pages, gaps between them", hook=moved_records, only=long_lists),
+        Relation(name="masked_equals_absent", axis="list entries", hook=more_holes, only=long_lists),
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.dsa:sparse_mla_triton", lowered_declines=short_lists),
