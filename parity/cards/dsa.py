@@ -778,11 +778,9 @@ def lean(case: WideCase) -> bool:
     return plain and (case.fmt, case.layout) in kinds
 
 
-def one_format(case: WideCase) -> str | None:
-    """Lowered, one case of each width."""
-    if not lean(case) or case.fmt in ("kv_v32_demo", "index_fp8_pow2"):
-        return "every shape is a program of its own: one of each width stands for all"
-    return None
+def slow_lowered(case: WideCase) -> str | None:
+    """Records do not run lowered."""
+    return "the lowering on the CPU has not finished a store or a load of six records after a minute"
 
 
 def layer_chunks(inputs: Inputs, context: Context) -> Iterator[Variant]:
@@ -1231,7 +1229,7 @@ STORE_WIDE = Op(
         Candidate(
             name="triton",
             function="deeptwin.optimized.kv_cache:store_records_triton",
-            lowered_declines=one_format,
+            lowered_declines=slow_lowered,
         ),
     ),
     builds=(
@@ -1293,7 +1291,7 @@ LOAD_WIDE = Op(
     ),
     candidates=(
         Candidate(
-            name="triton", function="deeptwin.optimized.kv_cache:load_records_triton", lowered_declines=one_format
+            name="triton", function="deeptwin.optimized.kv_cache:load_records_triton", lowered_declines=slow_lowered
         ),
     ),
     builds=(
