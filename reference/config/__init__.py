@@ -71,6 +71,7 @@ from .formats import (
     ScaleKind,
     WeightCast,
 )
+from .training import MUON_EXACT, MUON_FAST, MUON_V4, MuonConfig
 
 __all__ = [
     "VisionConfig",
@@ -100,10 +101,14 @@ __all__ = [
     "MHC_V4",
     "MHC_V41",
     "MXFP4",
+    "MUON_EXACT",
+    "MUON_FAST",
+    "MUON_V4",
     "MhcConfig",
     "MlaConfig",
     "MoeConfig",
     "MscaleRule",
+    "MuonConfig",
     "OutsideVocabulary",
     "PageLayout",
     "Pairing",
