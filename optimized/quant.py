@@ -8,7 +8,12 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_multiple, expect_shape
 from deeptwin.reference.config import CodeKind, QuantFormat, ScaleKind
 
-SCALE_DTYPES = {ScaleKind.UE8M0: torch.uint8, ScaleKind.E4M3: torch.float8_e4m3fn, ScaleKind.F32: torch.float32}
+SCALE_DTYPES = {
+    ScaleKind.UE8M0: torch.uint8,
+    ScaleKind.E4M3: torch.float8_e4m3fn,
+    ScaleKind.F32: torch.float32,
+    ScaleKind.POW2_F32: torch.float32,
+}
 
 
 def quantize_triton(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .config import RECORD_FORMATS, CompressorConfig, RecordFormat
+from .config import RECORD_FORMATS, RECORD_WRITERS, CompressorConfig, RecordFormat
 
 
 def expect_shape(name: str, x: torch.Tensor, letters: str, dims: dict[str, int]) -> None:
@@ -69,6 +69,23 @@ def expect_records(name: str, cache_pow: torch.Tensor, dims: dict[str, int]) -> 
             f"{name}: expected pages of {num_slots * width} bytes in a row, got strides {cache_pow.stride()}"
         )
     return RECORD_FORMATS[width]
+
+
+def expect_writer(name: str, cache_pow: torch.Tensor, fmt: RecordFormat | None) -> RecordFormat:
+    """The format that a store writes: `fmt` where several writers share a width, otherwise that of the width.
+
+    Raises:
+        TypeError: the cache is not uint8.
+        ValueError: as `expect_records`; or `fmt` is no writer of that width, or none and there are several.
+    """
+    found = expect_records(name, cache_pow, {})
+    writers = RECORD_WRITERS.get(found.record_bytes, (found,))
+    if fmt is None and len(writers) == 1:
+        return found
+    if fmt is None or fmt not in writers:
+        known = ", ".join(writer.name for writer in writers)
+        raise ValueError(f"fmt: expected {known} for records of {found.record_bytes} bytes, got {fmt and fmt.name}")
+    return fmt
 
 
 def expect_slots(name: str, slots: torch.Tensor, count: int, high: int, *, distinct: bool) -> None:

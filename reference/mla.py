@@ -22,7 +22,7 @@ from torch import Tensor
 from .checks import expect_dtype, expect_in_range, expect_positive, expect_shape
 from .config import MlaConfig, Pairing, RopeSpan
 from .numerics import CONTRACT, Numerics
-from .rms_norm import rms_norm
+from .rms_norm import project_norm, rms_norm
 from .rope import rope, softmax_scale
 from .weights import Latents, MlaWeights
 
@@ -53,8 +53,7 @@ def mla_project(
 
     latent_ta = num.wide(x_tm)
     if weights.w_qa_am is not None and weights.q_norm_a is not None:
-        latent_ta = num.store(num.einsum("tm,am->ta", latent_ta, num.wide(weights.w_qa_am)), dtype)
-        latent_ta = rms_norm(latent_ta, weights.q_norm_a, eps=eps, cast=cast, dtype=dtype, num=num)
+        latent_ta = project_norm(x_tm, weights.w_qa_am, weights.q_norm_a, eps=eps, cast=cast, dtype=dtype, num=num)
     q_thd = num.store(num.einsum("ta,hda->thd", latent_ta, num.wide(weights.w_qb_hda)), dtype)
 
     down_td = num.store(num.einsum("tm,dm->td", num.wide(x_tm), num.wide(weights.w_kv_dm)), dtype)

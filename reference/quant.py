@@ -104,7 +104,7 @@ def quantize(x_tm: Tensor, *, fmt: QuantFormat, num: Numerics = CONTRACT) -> tup
 
     Shapes:
         x_tm: [t, m]; codes: float8_e4m3fn [t, m] or uint8 [t, m / 2] (e2m1, packed); sf: [t / rows, m / group],
-        both rounded up, uint8 exponent + 127 (UE8M0), float8_e4m3fn (E4M3) or float32 (F32).
+        both rounded up, uint8 exponent + 127 (UE8M0), float8_e4m3fn (E4M3) or float32 (F32, POW2_F32).
 
     Rounding:
         x, amax, amax / max_value and x / s each to fp32 (a bf16 or fp32 x and its amax are fp32 already, so the first
@@ -207,7 +207,7 @@ def _block_scale(x_tm: Tensor, fmt: QuantFormat, num: Numerics) -> Tensor:
     blocks = x_tm.reshape(-(-t // fmt.rows), fmt.rows, -(-m // fmt.group), fmt.group)
     amax = num.f32(blocks.abs().amax(dim=(1, 3)).clamp(min=fmt.amax_floor))
     scale = num.f32(amax / fmt.max_value)
-    if fmt.scale is ScaleKind.UE8M0:
+    if fmt.scale in (ScaleKind.UE8M0, ScaleKind.POW2_F32):
         return num.ue8m0(scale)
     # the mark saturates: an e4m3 scale is at most 448, and codes of larger blocks saturate too
     return num.e4m3(scale) if fmt.scale is ScaleKind.E4M3 else scale
@@ -228,6 +228,8 @@ def _encode(x_tm: Tensor, fmt: QuantFormat) -> Tensor:
 def _encode_scale(s: Tensor, fmt: QuantFormat) -> Tensor:
     if fmt.scale is ScaleKind.UE8M0:
         return encode_ue8m0(s)
+    if fmt.scale is ScaleKind.POW2_F32:
+        s = decode_ue8m0(encode_ue8m0(s))  # a power of two under every numerics
     # an fp32 scale is a value already: only the container changes
     return encode_e4m3(s) if fmt.scale is ScaleKind.E4M3 else torch.empty_like(s, dtype=torch.float32).copy_(s)
 
@@ -248,8 +250,8 @@ def _check_input(x_tm: Tensor, fmt: QuantFormat) -> None:
 
 def _check_quantized(codes: Tensor, sf: Tensor, fmt: QuantFormat) -> None:
     expect_dtype("codes", codes, torch.float8_e4m3fn if fmt.code is CodeKind.E4M3 else torch.uint8)
-    scale_dtypes = {ScaleKind.UE8M0: torch.uint8, ScaleKind.E4M3: torch.float8_e4m3fn, ScaleKind.F32: torch.float32}
-    expect_dtype("sf", sf, scale_dtypes[fmt.scale])
+    scale_dtypes = {ScaleKind.UE8M0: torch.uint8, ScaleKind.E4M3: torch.float8_e4m3fn}
+    expect_dtype("sf", sf, scale_dtypes.get(fmt.scale, torch.float32))
     expect_shape("codes", codes, "tm", {})
     t, m = codes.shape[0], codes.shape[1] * (2 if fmt.code is CodeKind.E2M1 else 1)
     if fmt.rows == 1:

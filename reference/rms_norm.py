@@ -60,6 +60,29 @@ def rms_norm(
     return num.store(unit_tm * weight_m, dtype)
 
 
+def project_norm(
+    x_tm: Tensor,
+    w_am: Tensor,
+    norm_a: Tensor,
+    *,
+    eps: float,
+    cast: WeightCast,
+    dtype: torch.dtype = torch.bfloat16,
+    num: Numerics = CONTRACT,
+) -> Tensor:
+    """The normalised latent of rows: RMSNorm(x w^T; norm), the product rounded to `dtype` before the norm.
+
+    Raises:
+        TypeError: norm_a is not floating; dtype is no storage dtype.
+        ValueError: shapes disagree; eps is not positive.
+    """
+    dims: dict[str, int] = {}
+    expect_shape("x_tm", x_tm, "tm", dims)
+    expect_shape("w_am", w_am, "am", dims)
+    latent_ta = num.store(num.einsum("tm,am->ta", num.wide(x_tm), num.wide(w_am)), dtype)
+    return rms_norm(latent_ta, norm_a, eps=eps, cast=cast, dtype=dtype, num=num)
+
+
 def rms_norm_quant(
     x_tm: Tensor,
     weight_m: Tensor,

@@ -155,7 +155,7 @@ def test_sizes_that_are_given_to_a_variant_reach_the_totals() -> None:
 
 
 def test_unknown_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="name: expected one of v41_flash, got 'v41'"):
+    with pytest.raises(ValueError, match="name: expected one of v3, .*, got 'v41'"):
         preset("v41")
     result = CliRunner().invoke(app, ["account", "v41-flahs"])
     assert result.exit_code == 2

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from . import require_runnable
 
-SCALE_DTYPES = {"ue8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "f32": torch.float32}
+SCALE_DTYPES = {"ue8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "f32": torch.float32, "pow2_f32": torch.float32}
 CODE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
 
 
@@ -39,6 +39,9 @@ def store_scale(amax, floor, sf_ptrs, mask, MAX: tl.constexpr, SCALE: tl.constex
         byte = ((exact.to(tl.int32, bitcast=True) - 1) >> 23) + 1
         tl.store(sf_ptrs, byte.to(tl.uint8), mask=mask)
         scale = (byte << 23).to(tl.float32, bitcast=True)
+    elif SCALE == "pow2_f32":
+        scale = ((((exact.to(tl.int32, bitcast=True) - 1) >> 23) + 1) << 23).to(tl.float32, bitcast=True)
+        tl.store(sf_ptrs, scale, mask=mask)
     elif SCALE == "e4m3":
         narrow = tl.minimum(exact, 448.0).to(tl.float8e4nv)
         tl.store(sf_ptrs, narrow, mask=mask)

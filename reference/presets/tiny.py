@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .v3 import V3_YARN, IndexSizes, V3Config, v3
+from .v3 import V3_YARN, V3Config, v3, v32
 from .v4 import V4_YARN, V4Config, v4_flash, v4_pro
 from .v41 import V41Config, v41_flash
 
@@ -42,8 +42,15 @@ def tiny_v3() -> V3Config:
 
 def tiny_v32() -> V3Config:
     """The tiny V3 with an indexer that leaves keys out from the ninth token on."""
-    config = tiny_v3()
-    return replace(config, name="tiny_v32", index=IndexSizes(heads=16, dim=128, topk=8))
+    config, index = tiny_v3(), v32().index
+    assert index is not None
+    return replace(
+        config,
+        name="tiny_v32",
+        index=replace(index, heads=16, topk=8),
+        activation=v32().activation,
+        residual=v32().residual,
+    )
 
 
 def tiny_v4_flash() -> V4Config:

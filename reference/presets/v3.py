@@ -8,12 +8,20 @@ from ..config import (
     FP8_1X128,
     FP8_1X128_UE8M0,
     FP8_128X128,
+    INDEX_FP8_POW2,
+    KV_V32_DEMO,
     ROUTER_V3,
+    DsaConfig,
+    FfnConfig,
+    IndexerRope,
     MlaConfig,
     MscaleRule,
     QuantFormat,
+    RecordFormat,
+    ResidualNorm,
     RopeConfig,
     RouterConfig,
+    WeighExperts,
     WeightCast,
     YarnConfig,
 )
@@ -26,11 +34,9 @@ class IndexSizes:
     heads: int
     dim: int
     topk: int  # tokens
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "dim", "topk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+    rope: IndexerRope
+    key: RecordFormat | None  # what an index key is stored as; None: plain rows without a Hadamard transform
+    latent: RecordFormat | None  # what a latent row is stored as; None: unquantised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,8 @@ class V3Config:
     expert_width: int
     weights: QuantFormat  # of all matrices but embedding, head and router
     activation: QuantFormat  # rows before their products
+    residual: ResidualNorm
+    weigh: WeighExperts
     max_positions: int
 
     def __post_init__(self) -> None:
@@ -59,14 +67,36 @@ class V3Config:
             raise ValueError(f"attention: expected a hidden size of {self.hidden}, got {self.attention.hidden}")
         if not 0 <= self.dense_layers <= self.num_layers:
             raise ValueError(f"dense_layers: expected 0 to {self.num_layers}, got {self.dense_layers}")
-        if self.index is not None and not self.attention.q_lora_rank:
-            raise ValueError("attention: expected a query latent for the indexer, got q_lora_rank 0")
-        if self.index is not None and self.index.dim < self.attention.rope.rope_dim:
-            raise ValueError(f"index: expected at least {self.attention.rope.rope_dim} channels, got {self.index.dim}")
+        if self.index is not None:
+            assert self.dsa.mla is self.attention  # making it refuses sizes that do not fit
 
     def is_dense(self, layer: int) -> bool:
         """Whether the layer has one feed-forward network in place of experts; draft modules never do."""
         return layer < self.dense_layers
+
+    @property
+    def dsa(self) -> DsaConfig:
+        """The attention of V3.2.
+
+        Raises:
+            ValueError: there is no indexer, or its sizes do not fit.
+        """
+        if self.index is None:
+            raise ValueError("index: expected an indexer, got None")
+        return DsaConfig(
+            mla=self.attention,
+            index_heads=self.index.heads,
+            index_dim=self.index.dim,
+            topk=self.index.topk,
+            indexer_rope=self.index.rope,
+            index_key=self.index.key,
+            latent=self.index.latent,
+        )
+
+    @property
+    def ffn(self) -> FfnConfig:
+        """What its experts compute with."""
+        return FfnConfig(router=self.router, swiglu_limit=None, weigh=self.weigh, quantised=None)
 
 
 V3_YARN = YarnConfig(
@@ -107,10 +137,25 @@ def v3() -> V3Config:
         expert_width=2048,
         weights=FP8_128X128,
         activation=FP8_1X128,
+        residual=ResidualNorm.ROUNDED,
+        weigh=WeighExperts.AFTER_DOWN,
         max_positions=163840,
     )
 
 
 def v32() -> V3Config:
     """DeepSeek-V3.2: V3 with an indexer in every layer; its weight scales are fp32, those of activations are not."""
-    return replace(v3(), name="v32", index=IndexSizes(heads=64, dim=128, topk=2048), activation=FP8_1X128_UE8M0)
+    return replace(
+        v3(),
+        name="v32",
+        index=IndexSizes(
+            heads=64,
+            dim=128,
+            topk=2048,
+            rope=IndexerRope.HALF_SPLIT,
+            key=INDEX_FP8_POW2,
+            latent=KV_V32_DEMO,
+        ),
+        activation=FP8_1X128_UE8M0,
+        residual=ResidualNorm.UNROUNDED,
+    )

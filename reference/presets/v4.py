@@ -12,11 +12,15 @@ from ..config import (
     MXFP4,
     ROUTER_V4_FLASH,
     ROUTER_V4_PRO,
+    Combine,
+    FfnConfig,
     MhcConfig,
+    MoeConfig,
     MscaleRule,
     QuantFormat,
     RopeConfig,
     RouterConfig,
+    WeighExperts,
     YarnConfig,
 )
 
@@ -76,6 +80,7 @@ class V4Config:
     shared_experts: int
     expert_width: int
     swiglu_limit: float
+    weigh: WeighExperts  # of plain weights
     weights: QuantFormat  # of projections and shared experts
     experts: QuantFormat
     activation: QuantFormat
@@ -95,6 +100,18 @@ class V4Config:
     def rope(self, layer: int) -> RopeConfig:
         """The frequencies of everything that the layer rotates."""
         return self.rope_main if self.attention.compress_ratios[layer] else self.rope_window
+
+    @property
+    def ffn(self) -> FfnConfig:
+        """What its experts compute with: formats of the release, or plain weights."""
+        moe = MoeConfig(
+            routed=self.experts,
+            shared=self.weights,
+            activation=self.activation,
+            swiglu_limit=self.swiglu_limit,
+            combine=Combine.SINGLE,
+        )
+        return FfnConfig(router=self.router, swiglu_limit=self.swiglu_limit, weigh=self.weigh, quantised=moe)
 
 
 V4_YARN = YarnConfig(
@@ -137,6 +154,7 @@ def v4_flash() -> V4Config:
         shared_experts=1,
         expert_width=2048,
         swiglu_limit=10.0,
+        weigh=WeighExperts.BEFORE_DOWN,
         weights=FP8_128X128_UE8M0,
         experts=MXFP4,
         activation=FP8_1X128_UE8M0,
@@ -173,6 +191,7 @@ def v4_pro() -> V4Config:
         shared_experts=1,
         expert_width=3072,
         swiglu_limit=10.0,
+        weigh=WeighExperts.BEFORE_DOWN,
         weights=FP8_128X128_UE8M0,
         experts=MXFP4,
         activation=FP8_1X128_UE8M0,
