@@ -16,6 +16,7 @@ SUPPORT = (
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
     *("taps", "block_ffn", "block_weights"),
     *("dsa_index", "dsa_state"),
+    *("account_terms", "account_v3", "account_v4", "account_v41", "account_claims"),
 )
 
 
