@@ -80,6 +80,7 @@ from .formats import (
     WeightCast,
 )
 from .generations import FfnConfig, ResidualNorm, WeighExperts
+from .parallel import RebalanceConfig, ShuffleStep
 from .training import MUON_EXACT, MUON_FAST, MUON_V4, MuonConfig
 
 __all__ = [
@@ -142,6 +143,7 @@ __all__ = [
     "ROUTER_V41_DRAFT",
     "ROUTER_V4_FLASH",
     "ROUTER_V4_PRO",
+    "RebalanceConfig",
     "RecordFormat",
     "RecordTap",
     "ResidualNorm",
@@ -151,6 +153,7 @@ __all__ = [
     "ScaleKind",
     "ScoreOrder",
     "Scoring",
+    "ShuffleStep",
     "SlidingWindow",
     "Truncation",
     "TwoCaches",
