@@ -13,10 +13,10 @@ def initial_placement_torch(*, layers: int, num_experts: int, num_slots: int) ->
     """`reference.eplb.initial_placement`.
 
     Raises:
-        ValueError: there is no expert or no layer, or fewer slots than experts.
+        ValueError: there is no expert, a negative number of layers, or fewer slots than experts.
     """
-    if layers < 1 or num_experts < 1:
-        raise ValueError(f"num_experts: expected at least one expert and layer, got {num_experts} in {layers} layers")
+    if layers < 0 or num_experts < 1:
+        raise ValueError(f"num_experts: expected at least 1 in 0 or more layers, got {num_experts} in {layers}")
     _check_slots(num_slots, num_experts, 1)
     expert_lp = (torch.arange(num_slots) % num_experts).expand(layers, -1).contiguous()
     copies_le = _copies(expert_lp, num_experts)

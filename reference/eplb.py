@@ -36,13 +36,13 @@ def initial_placement(*, layers: int, num_experts: int, num_slots: int) -> tuple
         returns int64 expert_lp [l, p], map_lej [l, e, p - E + 1] and copies_le [l, e].
 
     Raises:
-        ValueError: there is no expert or no layer, or fewer slots than experts.
+        ValueError: there is no expert, a negative number of layers, or fewer slots than experts.
 
     Source:
         runtime.md section 6.1
     """
-    if layers < 1 or num_experts < 1:
-        raise ValueError(f"num_experts: expected at least one expert and layer, got {num_experts} in {layers} layers")
+    if layers < 0 or num_experts < 1:
+        raise ValueError(f"num_experts: expected at least 1 in 0 or more layers, got {num_experts} in {layers}")
     _check_slots(num_slots, num_experts, 1)
     expert_lp = (torch.arange(num_slots) % num_experts).repeat(layers, 1)
     map_lej = _slot_map(expert_lp, torch.arange(num_slots).expand_as(expert_lp), num_experts)
@@ -68,7 +68,7 @@ def place_experts(
 
     Edges:
         without any load the tie break alone decides: the last experts get the extra slots. With one slot a rank
-        nothing is packed. A rank may hold two copies of one expert. No steps count as steps without load.
+        nothing is packed. A rank may hold two copies of one expert. Without any step expert 0 gets every extra slot.
 
     Raises:
         ValueError: counts are not 3-D, negative, or without expert; there are fewer slots than experts, or a number
