@@ -125,7 +125,7 @@ def exchange_with(faults: Faults) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def right_take(x_tm: Tensor, index_i: Tensor) -> Tensor:
     """Rows by index, zeros for -1."""
-    rows = [x_tm[i] if i >= 0 else torch.zeros_like(x_tm[0]) for i in index_i.tolist()]
+    rows = [x_tm[i] if i >= 0 else x_tm.new_zeros(x_tm.shape[1]) for i in index_i.tolist()]
     return torch.stack(rows) if rows else x_tm[:0].clone()
 
 
@@ -139,11 +139,6 @@ def padding_times_zero(x_tm: Tensor, index_i: Tensor) -> Tensor:
     if not x_tm.is_floating_point() or not len(x_tm):
         return right_take(x_tm, index_i)
     return x_tm[index_i.clamp(min=0)] * (index_i >= 0)[:, None].to(x_tm.dtype)
-
-
-def rows_in_fp32(x_tm: Tensor, index_i: Tensor) -> Tensor:
-    """Bytes go through fp32."""
-    return right_take(x_tm.float(), index_i).to(x_tm.dtype)
 
 
 _RIGHT = Faults()

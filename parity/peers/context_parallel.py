@@ -57,13 +57,9 @@ def exchange_by_row(query_b: Tensor, kept_b: Tensor, *, ranks: int) -> tuple[Ten
 
 
 def index_with_zero_row(x_tm: Tensor, index_i: Tensor) -> Tensor:
-    """A zero row behind the others is what -1 means to numpy."""
-    padded = np.concatenate([x_tm.contiguous().view(torch.uint8).numpy(), np.zeros((1, _bytes(x_tm)), np.uint8)])
-    return torch.from_numpy(padded[index_i.numpy()]).view(x_tm.dtype)
-
-
-def _bytes(x: Tensor) -> int:
-    return x.shape[1] * x.element_size()
+    """A zero row behind the others is what -1 means to numpy; bf16."""
+    padded = np.concatenate([x_tm.view(torch.int16).numpy(), np.zeros((1, x_tm.shape[1]), np.int16)])
+    return torch.from_numpy(padded[index_i.numpy()]).view(torch.bfloat16)
 
 
 def _width(rows: int, ranks: int) -> int:
