@@ -48,7 +48,7 @@ def place(count: np.ndarray, num_slots: int, cap: int, faults: Faults) -> tuple[
         count = count[-1:]
     elif faults.steps == "summed":
         count = count.sum(0, keepdims=True)
-    load = count.astype(faults.float_type)
+    load: np.ndarray = count.astype(faults.float_type)
     held = list(range(num_experts))
     while len(held) < num_slots:
         held.append(_next(load, held, faults))
@@ -88,10 +88,10 @@ def _pack(load: np.ndarray, held: list[int], copies: list[int], cap: int, faults
     real, steps = faults.float_type, range(len(load))
     share = [[real(load[t, e] / real(copies[e])) for t in steps] for e in range(load.shape[1])]
     weight = [real(math.fsum(map(float, share[e]))) for e in held]
-    keys: dict[str, Callable[[int], object]] = {
+    keys: dict[str, Callable[[int], tuple[float, int]]] = {
         "heaviest": lambda i: (-weight[i], i),
         "lightest": lambda i: (weight[i], i),
-        "slot": lambda i: i,
+        "slot": lambda i: (0.0, i),
         "unstable": lambda i: (-weight[i], -i),
     }
     ranks = len(held) // cap

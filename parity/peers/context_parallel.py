@@ -45,7 +45,8 @@ def keys_by_row(query_b: Tensor, key_b: Tensor, *, ranks: int, ratio: int) -> tu
 def exchange_by_row(query_b: Tensor, kept_b: Tensor, *, ranks: int) -> tuple[Tensor, Tensor]:
     """Kept rows queue up on their rank by place."""
     places = _places(query_b.tolist(), ranks)
-    kept, row = [], 0
+    kept: list[int] = []
+    row = 0
     for rows, last in zip(query_b.tolist(), kept_b.tolist(), strict=True):
         kept += range(row + rows - last, row + rows)
         row += rows
