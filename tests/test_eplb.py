@@ -230,10 +230,8 @@ def test_the_golden_vectors_hold() -> None:
 
 # rejected input
 
-PLACE = pytest.mark.parametrize("op", [place_experts, place_experts_torch])
 
-
-@PLACE
+@pytest.mark.parametrize("op", [place_experts, place_experts_torch])
 def test_bad_loads_are_refused(op: Callable[..., object]) -> None:
     load = counts([1, 2, 3])
     with pytest.raises(ValueError, match=r"count_tle: expected 3 dims \[t, l, e\]"):

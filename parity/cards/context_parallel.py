@@ -14,7 +14,7 @@ from ..relations import Context, Variant
 from ..rules import Bitwise
 
 _mutant, _control = variants("context_parallel")
-PEERS, FAST = "deeptwin.parity.peers.context_parallel", "deeptwin.optimized.context_parallel"
+PEERS = "deeptwin.parity.peers.context_parallel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ CARD = Card(
                 Relation(name="layout_round_trip", axis="gathered shards", hook=there_and_back),
                 Relation(name="batch_invariant", axis="sequences", hook=sequences_apart),
             ),
-            candidates=(Candidate(name="torch", function=f"{FAST}:mirror_split_torch"),),
+            candidates=(Candidate(name="torch", function="deeptwin.optimized.context_parallel:mirror_split_torch"),),
             peers=(
                 Peer(name="rows", function=f"{PEERS}:split_by_row", needs=(), explains="every row asks for its place"),
             ),
@@ -210,7 +210,7 @@ CARD = Card(
             draw=draw_keys,
             rows={},
             out_rows={},
-            candidates=(Candidate(name="torch", function=f"{FAST}:mirror_keys_torch"),),
+            candidates=(Candidate(name="torch", function="deeptwin.optimized.context_parallel:mirror_keys_torch"),),
             peers=(
                 Peer(name="rows", function=f"{PEERS}:keys_by_row", needs=(), explains="keys are counted one by one"),
             ),
@@ -236,7 +236,9 @@ CARD = Card(
             rows={},
             out_rows={},
             relations=(Relation(name="layout_round_trip", axis="sent rows", hook=kept_rows_arrive),),
-            candidates=(Candidate(name="torch", function=f"{FAST}:compact_exchange_torch"),),
+            candidates=(
+                Candidate(name="torch", function="deeptwin.optimized.context_parallel:compact_exchange_torch"),
+            ),
             peers=(
                 Peer(name="rows", function=f"{PEERS}:exchange_by_row", needs=(), explains="rows queue up by place"),
             ),
@@ -258,7 +260,7 @@ CARD = Card(
             rows={"index_i": 0},
             out_rows={"out_im": 0},
             relations=(Relation(name="batch_invariant", axis="rows"),),
-            candidates=(Candidate(name="torch", function=f"{FAST}:take_rows_torch"),),
+            candidates=(Candidate(name="torch", function="deeptwin.optimized.context_parallel:take_rows_torch"),),
             peers=(
                 Peer(
                     name="zero-row",

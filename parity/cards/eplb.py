@@ -17,7 +17,7 @@ from ..relations import Context, Variant, row_chunks
 from ..rules import Bitwise
 
 _mutant, _control = variants("eplb")
-PEERS, FAST = "deeptwin.parity.peers.eplb", "deeptwin.optimized.eplb"
+PEERS = "deeptwin.parity.peers.eplb"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +264,7 @@ CARD = Card(
                 Relation(name="chunk_invariant", axis="layers", hook=layers_apart, only=is_small),
                 Relation(name="stream_permutation", axis="steps", hook=steps_in_any_order, only=is_small),
             ),
-            candidates=(Candidate(name="torch", function=f"{FAST}:place_experts_torch"),),
+            candidates=(Candidate(name="torch", function="deeptwin.optimized.eplb:place_experts_torch"),),
             peers=(
                 Peer(
                     name="fractions",
@@ -312,7 +312,7 @@ CARD = Card(
             draw=draw_first,
             rows={},
             out_rows=OUT_ROWS,
-            candidates=(Candidate(name="torch", function=f"{FAST}:initial_placement_torch"),),
+            candidates=(Candidate(name="torch", function="deeptwin.optimized.eplb:initial_placement_torch"),),
             mutants=(
                 _mutant("extra_from_the_last", "R6", "extra slots from the last expert on"),
                 _mutant("extra_all_of_expert_0", "R6", "all extra slots hold expert 0"),
@@ -333,7 +333,7 @@ CARD = Card(
                 Relation(name="batch_invariant", axis="layers", only=is_small),
                 Relation(name="layout_round_trip", axis="moved weights", hook=weights_arrive),
             ),
-            candidates=(Candidate(name="torch", function=f"{FAST}:shuffle_plan_torch"),),
+            candidates=(Candidate(name="torch", function="deeptwin.optimized.eplb:shuffle_plan_torch"),),
             peers=(
                 Peer(name="ranks", function=f"{PEERS}:by_ranks", needs=(), explains="expert by expert, rank by rank"),
             ),
@@ -364,7 +364,7 @@ CARD = Card(
             draw=draw_steps,
             rows={},
             out_rows={},
-            candidates=(Candidate(name="torch", function=f"{FAST}:rebalance_steps_torch"),),
+            candidates=(Candidate(name="torch", function="deeptwin.optimized.eplb:rebalance_steps_torch"),),
             mutants=(
                 _mutant("counter_from_zero", "R6", "the first move comes after a whole interval"),
                 _mutant("first_step_moves", "R6", "the first recorded step moves experts"),
