@@ -22,8 +22,9 @@ from deeptwin.optimized.eplb import (
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
 from deeptwin.parity.outcome import Outcome
-from deeptwin.reference.config import RebalanceConfig, ShuffleStep
+from deeptwin.reference.config import Combine, RebalanceConfig, ShuffleStep
 from deeptwin.reference.eplb import initial_placement, place_experts, rebalance_steps, shuffle_plan
+from deeptwin.reference.moe import combine
 from deeptwin.reference.numerics import RIVAL, SEMANTIC
 from deeptwin.reference.router import map_replicas
 
@@ -203,6 +204,24 @@ def test_tokens_find_their_expert_whatever_the_placement() -> None:
         physical = map_replicas(idx, table[0], copies[0], ep_rank=rank)
         assert torch.equal(held[0, physical], idx)
     assert len(physical.unique()) == 10
+
+
+def test_copies_are_chosen_by_row_and_only_one_rounding_hides_it() -> None:
+    """The known hole of runtime.md section 3.2: a token that stands one row later reads other copies. With one rounded
+    sum its output is the same; with a rounded sum for each rank the copies decide what is added first.
+    """
+    # expert 0 has a copy on either rank, experts 1 and 2 stand on ranks 0 and 1; two slots a rank
+    held, table, copies = torch.tensor([0, 1, 0, 2]), torch.tensor([[0, 2], [1, -1], [3, -1]]), torch.tensor([2, 1, 1])
+    outputs = torch.tensor([[1.0], [2.0**-8], [2.0**-8 + 2.0**-12]], dtype=torch.float32).bfloat16()
+    idx = torch.tensor([[0, 1, 2]]).repeat(2, 1)
+    slot = map_replicas(idx, table, copies, ep_rank=0)
+    assert torch.equal(held[slot], idx)
+    assert slot.tolist() == [[0, 1, 3], [2, 1, 3]]
+    rows = idx.to(torch.int32)
+    one = combine(outputs, rows, None, None, None, rule=Combine.SINGLE)
+    many = combine(outputs, rows, (slot // 2).to(torch.int32), None, None, rule=Combine.MULTIPLE)
+    assert one[0].item() == one[1].item()
+    assert many[0].item() != many[1].item()
 
 
 # parity with each candidate

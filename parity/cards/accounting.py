@@ -204,6 +204,7 @@ CARD = Card(
                 _mutant("experts_in_fp8", "U49", "V4's experts in FP8"),
             ),
             controls=(_control("right_list"),),
+            golden=lambda: [AccountCase(name=name) for name in RELEASED],
         ),
         Op(
             name="sequence_bytes",
@@ -234,6 +235,7 @@ CARD = Card(
                 _mutant("one_group_kept", "U33", "an overlapping compressor keeps one group"),
             ),
             controls=(_control("right_bytes"),),
+            golden=lambda: [AccountCase(name=name, context=10**6) for name in RELEASED],
         ),
         Op(
             name="flops",
@@ -264,6 +266,7 @@ CARD = Card(
                 _mutant("draft_counted", "U63", "the draft block works for every token"),
             ),
             controls=(_control("right_cost"),),
+            golden=lambda: [AccountCase(name=name, context=10**6) for name in RELEASED],
         ),
     ),
 )

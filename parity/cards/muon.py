@@ -31,6 +31,11 @@ class MuonCase:
     regime: str = "normal"
 
     @property
+    def tokens(self) -> int:
+        """Rows, as the measurement of the limits counts them."""
+        return self.rows
+
+    @property
     def id(self) -> str:
         extras = (f"-axes{self.axes}" if self.axes > 2 else "") + (f"-rank{self.rank}" if self.rank else "")
         return f"i{self.rows}-j{self.columns}{extras}-{self.regime}"
