@@ -64,7 +64,7 @@ def test_one_rank_holds_everything_in_order() -> None:
     assert mirror_split(ints(0, 0), ranks=3)[0].shape == (3, 0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(ROWS, st.integers(1, 5))
 def test_every_row_is_somewhere_once_and_comes_back(rows: list[int], ranks: int) -> None:
     gather, inverse = mirror_split(ints(*rows), ranks=ranks)
@@ -77,7 +77,7 @@ def test_every_row_is_somewhere_once_and_comes_back(rows: list[int], ranks: int)
     assert all((shard[own < 0] == 0).all() for shard, own in zip(shards, gather, strict=True))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(0, 30))
 def test_work_is_balanced(rows: int, ranks: int, past: int) -> None:
     """Causal pairs of each rank: equal when the blocks are full, apart by no more than padding rows otherwise."""
@@ -109,7 +109,7 @@ def test_attention_of_shards_is_attention_of_the_batch(ranks: int, ratio: int) -
     assert (shards[gather.flatten() < 0] == 0).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(ROWS, st.integers(1, 4), st.integers(0, 9))
 def test_kept_rows_go_to_a_new_split(rows: list[int], ranks: int, kept: int) -> None:
     """Full split, exchange, second split of what is left: the same as splitting the kept rows at once."""
