@@ -152,7 +152,7 @@ def cases(full: bool) -> list[PlaceCase]:
         replace(small, steps=1),
     ]
     found += [PlaceCase(experts=24, extra=8, cap=4, steps=7, layers=3, regime=r) for r in ("skewed", "few")]
-    found += [PlaceCase(experts=4, extra=8, cap=3, layers=6, regime="wide")]
+    found += [PlaceCase(experts=4, extra=8, cap=3, steps=2, layers=6, regime="wide")]
     found += [PlaceCase(experts=3, extra=1, cap=2, steps=2, regime="worked")]
     if full:
         found += [PlaceCase(experts=64, extra=16, cap=10, steps=20, layers=2, regime=r) for r in regimes]
