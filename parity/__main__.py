@@ -653,23 +653,22 @@ def _write_builds(outcomes: list[Outcome], archs: list[str], json_path: Path | N
 @app.command()
 def account(
     model: Annotated[str, typer.Argument(help="A released model, for example v41-flash or v41_flash.")],
+    context: Annotated[int, typer.Option(min=0, help="Tokens of the sequence: caches and work depend on it.")] = 10**6,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show what a model weighs, term by term: parameters, formats, bytes, and what one token uses.
+    """Show what a model weighs and costs, term by term: parameters, bytes, caches, work, published figures beside ours.
 
-    Example: `deeptwin account v41-flash`
+    Example: `deeptwin account v4-pro --context 131072`
     """
-    from deeptwin.reference.presets import PRESETS, V41Config, preset
+    from deeptwin.reference.presets import PRESETS, preset
 
     from . import accounts
 
     config = preset(_choose("model", model.replace("-", "_"), list(PRESETS), f"One of {', '.join(PRESETS)}."))
-    if not isinstance(config, V41Config):
-        raise typer.BadParameter(f"expected a model of the V4.1 family, got {config.name}")
     if as_json:
-        console.print_json(json.dumps(accounts.to_json(config)))
+        console.print_json(json.dumps(accounts.to_json(config, context)))
         return
-    accounts.show(console, config)
+    accounts.show(console, config, context)
 
 
 @app.command("bench")

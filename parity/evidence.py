@@ -101,6 +101,11 @@ def _stack_cases() -> list[Any]:
     return [case for case in found if case.tokens <= 9 or case.lengths == (12,)]
 
 
+def _muon_cases() -> list[Any]:
+    found = load_card("muon").op("newton_schulz").cases(True)
+    return [case for case in found if case.regime not in ("zeros", "tiny")]
+
+
 KINDS = {
     "bf16-attention": Kind(component="sparse_attn", op="sparse_attn", output="out_thu", cases=_sparse_cases("bf16")),
     "fp32-attention": Kind(component="sparse_attn", op="sparse_attn", output="out_thu", cases=_sparse_cases("fp32")),
@@ -184,6 +189,7 @@ KINDS = {
     "router-weights": Kind(
         component="router", op="route", output="weights_tk", cases=_default_cases("router", "route", dtype="fp32")
     ),
+    "muon": Kind(component="muon", op="newton_schulz", output="orthogonal_ij", cases=_muon_cases, kill_seeds=5),
     "moe-block": Kind(component="moe", op="moe", output="y_tm", cases=_default_cases("moe", "moe", width=128)),
     "csa2-project-queries": Kind(
         component="csa2", op="csa2_project", output="q_thd", cases=_default_cases("csa2", "csa2_project")

@@ -19,6 +19,7 @@ SUPPORT = (
     *("taps", "block_ffn", "block_v41", "block_weights", "ffn_weights", "mtp_weights"),
     *("dsa_index", "dsa_state"),
     *("v4_attend", "v4_layer", "v4_state", "v4_weights"),
+    *("account_terms", "account_v3", "account_v4", "account_v41", "account_claims"),
 )
 
 

@@ -1,32 +1,50 @@
-"""The tensors of a V4.1 checkpoint one by one, as a peer of the formulas of `reference/accounting.py`.
+"""The tensors of a checkpoint one by one, as a peer of the formulas of `reference/accounting.py`; V4.1's stand here.
 
 Names, dtypes and shapes are those of the released file (v41-blocks.md section 0.3), one entry for each tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 
 import torch
 from torch import Tensor
 
-from deeptwin.reference.presets import V41Config
+from deeptwin.reference.presets import ModelConfig, V3Config, V4Config, V41Config
+
+from .accounting_earlier import tensors_v3, tensors_v4
 
 Entry = tuple[str, str, tuple[int, ...]]  # name, stored dtype, shape
-SCALED = {"I8": (1, 32), "F8": (32, 32), "F8_ROWS": (1, 32)}  # values that share one scale byte
+# values that share one scale
+SCALED = {"I8": (1, 32), "F8": (32, 32), "F8_ROWS": (1, 32), "F8_B1": (128, 128), "F8_B4": (128, 128)}
+NO_PARAMETERS = ("I64",)
 
 
-def checkpoint(config: V41Config) -> tuple[Tensor, Tensor]:
+def checkpoint(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Parameters by stored dtype, and bytes, counted over the list of tensors."""
+    return counted(listed(config))
+
+
+def listed(config: ModelConfig) -> Iterator[Entry]:
+    """Every tensor of the checkpoint."""
+    if isinstance(config, V3Config):
+        return tensors_v3(config)
+    return tensors_v4(config) if isinstance(config, V4Config) else tensors(config)
+
+
+def counted(entries: Iterable[Entry]) -> tuple[Tensor, Tensor]:
+    """Parameters by stored dtype, and bytes, of a list of tensors."""
     counts, size = dict.fromkeys(("I8", "F8", "BF16", "F32"), 0), 0
-    for name, dtype, shape in tensors(config):
+    for name, dtype, shape in entries:
         if min(shape) < 1:
             raise ValueError(f"{name}: expected positive sizes, got {shape}")
-        counts[dtype.removesuffix("_ROWS")] += prod(shape)
-        size += prod(shape) * {"BF16": 2, "F32": 4}.get(dtype, 1) // (2 if dtype == "I8" else 1)
+        if dtype not in NO_PARAMETERS:
+            counts[dtype.partition("_")[0]] += prod(shape)
+        size += prod(shape) * {"BF16": 2, "F32": 4, "I64": 8}.get(dtype, 1) // (2 if dtype == "I8" else 1)
         if dtype in SCALED:
-            size += prod(-(-n // block) for n, block in zip(shape, SCALED[dtype], strict=True))
+            scales = prod(-(-n // block) for n, block in zip(shape, SCALED[dtype], strict=True))
+            size += scales * (4 if dtype == "F8_B4" else 1)
     return torch.tensor(list(counts.values())), torch.tensor([size])
 
 

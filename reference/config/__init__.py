@@ -2,9 +2,8 @@
 
 Nothing here computes: `optimized/` may import this package without sharing arithmetic with the reference."""
 
-from __future__ import (
-    annotations,
-)
+from __future__ import annotations
+
 from .attention import (
     C1,
     C2,
@@ -91,6 +90,10 @@ from .generations import (
     ResidualNorm,
     WeighExperts,
 )
+from .parallel import (
+    RebalanceConfig,
+    ShuffleStep,
+)
 from .prefix import (
     PUT_STEPS,
     MissingState,
@@ -98,6 +101,12 @@ from .prefix import (
     PoolAnswer,
     PrefixConfig,
     StoreAction,
+)
+from .training import (
+    MUON_EXACT,
+    MUON_FAST,
+    MUON_V4,
+    MuonConfig,
 )
 from .v4 import (
     V4_ROPE_COMPRESSED,
@@ -152,12 +161,16 @@ __all__ = [
     "KV_V4_FMLA",
     "MHC_V4",
     "MHC_V41",
+    "MUON_EXACT",
+    "MUON_FAST",
+    "MUON_V4",
     "MXFP4",
     "MhcConfig",
     "MissingState",
     "MlaConfig",
     "MoeConfig",
     "MscaleRule",
+    "MuonConfig",
     "OutputCast",
     "OutsideVocabulary",
     "PUT_STEPS",
@@ -178,6 +191,7 @@ __all__ = [
     "ROUTER_V41_DRAFT",
     "ROUTER_V4_FLASH",
     "ROUTER_V4_PRO",
+    "RebalanceConfig",
     "RecordFormat",
     "RecordTap",
     "ResidualNorm",
@@ -187,6 +201,7 @@ __all__ = [
     "ScaleKind",
     "ScoreOrder",
     "Scoring",
+    "ShuffleStep",
     "SlidingWindow",
     "StoreAction",
     "TokenType",
