@@ -71,6 +71,15 @@ from .formats import (
     ScaleKind,
     WeightCast,
 )
+from .sampling import (
+    DRAFT_SEED_OFFSET,
+    LEAST_TEMPERATURE,
+    POSITION_STRIDE,
+    Draw,
+    DrawUse,
+    RowError,
+    SamplingParams,
+)
 
 __all__ = [
     "VisionConfig",
@@ -82,6 +91,9 @@ __all__ = [
     "CodeKind",
     "Combine",
     "CompressorConfig",
+    "DRAFT_SEED_OFFSET",
+    "Draw",
+    "DrawUse",
     "ENGRAM_TINY",
     "ENGRAM_V41",
     "EngramConfig",
@@ -97,6 +109,7 @@ __all__ = [
     "INDEX_FP4",
     "KV_FP4",
     "KV_FP8",
+    "LEAST_TEMPERATURE",
     "MHC_V4",
     "MHC_V41",
     "MXFP4",
@@ -105,6 +118,7 @@ __all__ = [
     "MoeConfig",
     "MscaleRule",
     "OutsideVocabulary",
+    "POSITION_STRIDE",
     "PageLayout",
     "Pairing",
     "Q4I",
@@ -123,6 +137,8 @@ __all__ = [
     "RopeConfig",
     "RopeSpan",
     "RouterConfig",
+    "RowError",
+    "SamplingParams",
     "ScaleKind",
     "ScoreOrder",
     "Scoring",
