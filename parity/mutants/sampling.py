@@ -26,10 +26,10 @@ class Faults:
     block: str = "counted"  # counted, still
     layout: str = "above"  # above, below: where the stream number stands in the counter
     first_seed: bool = False
-    refusal: str = "endless"  # endless, eight, none
+    refusal: str = "endless"  # endless, eight, none, uniform (no words are refused: one is scaled)
     order: str = "lanes"  # lanes, ids, narrow
     edge: str = "below"  # below, at
-    weight: str = "floor"  # floor, nearest, float
+    weight: str = "floor"  # floor, nearest
     bad: str = "row"  # row, batch, ignored
     empty: str = "said"  # said, zero
     high_first: bool = False
@@ -95,12 +95,11 @@ def _weights(faults: Faults, prob: np.ndarray) -> list[int]:
 
 def _fall(faults: Faults, weights: list[int], rho: int) -> tuple[int, int]:
     """Where rho falls, by walking."""
-    end: Any = np.float32(0) if faults.weight == "float" else 0
+    end = 0
     for place, weight in enumerate(weights):
-        before = end
-        end = np.float32(end + np.float32(weight)) if faults.weight == "float" else end + weight
+        before, end = end, end + weight
         if rho < end or (faults.edge == "at" and rho == end and weight):
-            return place, rho - int(before)
+            return place, rho - before
     return len(weights) - 1, 0
 
 
@@ -129,6 +128,8 @@ def _pick(faults: Faults, prob: np.ndarray, stream: Iterator[int], ascend: bool)
     if ascend:
         first, second = next(stream), next(stream)
         rho = (first * WORD + second if faults.high_first else second * WORD + first) % total
+    elif faults.refusal == "uniform":
+        rho = min(int(np.float32(next(stream) * 2.0**-32) * np.float32(total)), total - 1)
     else:
         limit, tried, word = (WORD - 1) // total * total, 1, next(stream)
         while word >= limit and faults.refusal != "none" and not (faults.refusal == "eight" and tried > 8):
@@ -388,7 +389,7 @@ draw_in_the_order_of_ids = draw_with(replace(_RIGHT, order="ids"))
 draw_at_the_end_of_a_lane = draw_with(replace(_RIGHT, edge="at"))
 draw_in_1024_lanes = draw_with(replace(_RIGHT, order="narrow"))
 draw_by_rounded_weights = draw_with(replace(_RIGHT, weight="nearest"))
-draw_by_float_sums = draw_with(replace(_RIGHT, weight="float"))
+draw_by_a_float_uniform = draw_with(replace(_RIGHT, refusal="uniform"))
 draw_by_place_in_the_batch = draw_with(replace(_RIGHT, place=True))
 draw_of_the_first_seed = draw_with(replace(_RIGHT, first_seed=True))
 draw_of_a_bad_batch = draw_with(replace(_RIGHT, bad="batch"))
