@@ -207,7 +207,7 @@ def draw_prefix(case: RowCase, rng: np.random.Generator) -> Inputs:
         if how in ("top_p", "both"):
             top_p[row] = (sums[row, n], float(rng.random()), 1e-9, 0.999999, 0.0)[int(rng.integers(5))]
         if how in ("top_k", "both"):
-            top_k[row] = (1, n + 1, case.columns - 1, case.columns, 2**31 - 1)[int(rng.integers(5))]
+            top_k[row] = (1, n + 1, max(case.columns - 1, 1), case.columns, 2**31 - 1)[int(rng.integers(5))]
     return {
         "logits_tv": draws.strided(x, pad=8),
         "probs_tv": draws.strided(probs, pad=4),
@@ -632,8 +632,9 @@ PREFIX = Op(
             name="transformers-warpers",
             function="deeptwin.parity.peers.sampling:transformers_warpers",
             needs=("transformers",),
-            explains="TopPLogitsWarper and TopKLogitsWarper, in fp64, where one filter is active and nothing ties",
-            only=lambda case: case.filters in ("top_p", "top_k"),
+            explains="TopPLogitsWarper and TopKLogitsWarper in fp64; one filter active, nothing ties, and no sum "
+            "equals top_p (they remove a token whose predecessors have just that mass, the source keeps it)",
+            only=lambda case: case.filters in ("top_p", "top_k") and case.regime == "normal",
         ),
     ),
     mutants=(
