@@ -22,17 +22,11 @@ from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..relations import Context, Variant, batch_invariant, row_chunks
-from ..rules import LSE, Bitwise, Budget, Law, OfStored, Within
+from ..rules import LOG_PROBS, LSE, Bitwise, Law, OfStored, Within
 
 _mutant, _control = variants("sampling")
 EDGE_SEEDS = (0, 1, -1, 2**63 - 1, -(2**63), 2**32, 2**32 - 1, 1000000007, -1000000007)
 EDGE_STREAMS = (0, 1, 2, 3, 30000057, 2**31 - 1, 2**32 - 1, 2**32, 2**40 + 1)
-
-# log-probabilities: a handful of fp32 roundings at the size of the logarithm of the sum, at most 12, which shift a row
-# alike and are therefore no bias of a kernel. Measured (`python -m deeptwin.parity.sampling_laws budget`, 50 seeds, 5
-# regimes, 4 widths up to 129 280, torch in fp32 with sums by halves, forwards and backwards, 2 000 judgements):
-# element 0.74 of 2 RIVAL + 2, row 0.63, total 0.86, bias 0.44; base-2 exponentials or a dropped sum are off by 10^5
-LOG_PROBS = Budget(kind="log-probabilities", floor=1.0, scale=16.0, row=2.0, total=2.0, bias=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -719,7 +713,7 @@ LOGITS = Op(
         _mutant("row_by_gumbel", "R16", "Gumbel-max: the law is right, the token is not"),
         _mutant("row_of_unfiltered_words", "R16", "the token is drawn before the filters"),
     ),
-    controls=(_control("right_row"),),
+    controls=(_control("right_row"), _control("right_row_forwards"), _control("right_row_backwards")),
     golden=lambda: [
         replace(ROWS, tokens=8, columns=40, filters="mixed", temperature="mixed"),
         replace(ROWS, tokens=8, columns=64, draw="ASCEND", regime="ties", temperature="greedy"),

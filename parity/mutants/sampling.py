@@ -43,6 +43,7 @@ class Faults:
     first_parameters: bool = False
     temperature: str = "used"  # used, ignored, late, first
     base: float = math.e
+    total: str = "wide"  # wide (fp64), forwards, backwards (fp32, in 128 lanes one after the other)
     renormalise: bool = True
     greedy: str = "drawn"  # drawn, argmax
     nan: str = "refused"  # refused, zero
@@ -239,7 +240,11 @@ def _softmax(faults: Faults, x: np.ndarray, temperature: float) -> np.ndarray:
     log_base = np.float32(math.log(faults.base))
     with np.errstate(invalid="ignore"):
         scaled = np.where(np.isneginf(x), -np.inf, ((x - x.max()) * inverse).astype(np.float32)).astype(np.float32)
-    total = np.exp(scaled * log_base).sum(dtype=np.float64)
+    terms = np.exp(scaled * log_base)
+    if faults.total != "wide":
+        terms = np.pad(terms if faults.total == "forwards" else terms[::-1], (0, -len(terms) % 128))
+        terms = np.cumsum(terms.reshape(-1, 128), axis=0, dtype=np.float32)[-1]
+    total = terms.sum(dtype=np.float64 if faults.total == "wide" else np.float32)
     return (scaled - np.float32(math.log(total, faults.base))).astype(np.float32)
 
 
@@ -410,6 +415,8 @@ prefix_of_the_first_parameters = prefix_with(replace(_RIGHT, first_parameters=Tr
 prefix_of_the_union = prefix_with(replace(_RIGHT, filters="union"))
 
 right_row = row_with(_RIGHT)
+right_row_forwards = row_with(replace(_RIGHT, total="forwards"))
+right_row_backwards = row_with(replace(_RIGHT, total="backwards"))
 row_without_a_temperature = row_with(replace(_RIGHT, temperature="ignored"))
 row_cooled_after_the_filters = row_with(replace(_RIGHT, temperature="late"))
 row_in_base_two = row_with(replace(_RIGHT, base=2.0))
