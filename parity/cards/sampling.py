@@ -265,7 +265,7 @@ def cases_rows(full: bool) -> list[RowCase]:
     """Regimes with filters and temperatures by row, both draws, hostile rows, widths around the lanes."""
     mixed = replace(ROWS, filters="mixed", temperature="mixed")
     found = [mixed, replace(mixed, tokens=3, regime="ties")]
-    found += [replace(ROWS, temperature="mixed", filters="top_k", tokens=2, regime=r) for r in REGIMES[1:]]
+    found += [replace(ROWS, temperature="mixed", tokens=2, regime=regime) for regime in REGIMES[1:]]
     found += [
         replace(mixed, tokens=2, columns=64, draw="ASCEND"),
         replace(ROWS, tokens=3, columns=192, draw="ASCEND", temperature="greedy", regime="ties"),
@@ -313,7 +313,7 @@ def cases_probs(full: bool) -> list[RowCase]:
 def cases_prefix(full: bool) -> list[RowCase]:
     """Regimes with every filter, ties and signed zeros, greedy rows, one column, two widths of the search."""
     mixed = replace(ROWS, filters="mixed")
-    found = [replace(mixed, regime=regime) for regime in (*REGIMES, "masked", "signed_zeros")]
+    found = [mixed, *(replace(mixed, tokens=2, regime=r) for r in (*REGIMES[1:], "masked", "signed_zeros"))]
     found += [
         replace(mixed, tokens=3, regime="ties"),
         replace(mixed, tokens=8, regime="ties"),
