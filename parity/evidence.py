@@ -202,6 +202,12 @@ KINDS = {
     ),
     "csa2-output": Kind(component="csa2", op="csa2_output", output="y_tm", cases=_default_cases("csa2", "csa2_output")),
     "csa2-stack": Kind(component="csa2", op="csa2_run", output="h_tm", cases=_stack_cases, kill_seeds=5),
+    "log-probabilities": Kind(
+        component="sampling",
+        op="sample_logits",
+        output="logprobs_tv",
+        cases=_default_cases("sampling", "sample_logits"),
+    ),
     "csa2-pages": Kind(component="csa2", op="csa2_run", output="page_pq", cases=_stack_cases, kill_seeds=5),
     "block-v3": Kind(
         component="block", op="block_v3", output="h_tm", cases=_default_cases("block", "block_v3", dtype="bf16")
