@@ -49,6 +49,7 @@ from .blocks import (
     WeightSum,
     moe_v41,
 )
+from .drafting import AcceptRule, DraftBlock, DraftLossConfig, StepCost
 from .formats import (
     FP8_1X128,
     FP8_1X128_UE8M0,
@@ -82,6 +83,10 @@ __all__ = [
     "CodeKind",
     "Combine",
     "CompressorConfig",
+    "AcceptRule",
+    "DraftBlock",
+    "DraftLossConfig",
+    "StepCost",
     "ENGRAM_TINY",
     "ENGRAM_V41",
     "EngramConfig",
