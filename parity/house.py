@@ -15,6 +15,7 @@ SUPPORT = (
     *("numerics", "config", "presets", "checks", "weights", "layouts", "images", "cache_plan"),
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
     *("dspark_curve", "dspark_step"),
+    *("philox", "sampling_filter", "sampling_rows"),
 )
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .checks import expect_dtype, expect_in_range, expect_shape
-from .config import AcceptRule
+from .config import Draw
 from .numerics import CONTRACT, Numerics
 
 PENALTY = 5e-5
@@ -40,7 +40,7 @@ def verify_rows(
     fresh_t: Tensor,
     word_t: Tensor,
     *,
-    rule: AcceptRule,
+    draw: Draw,
     num: Numerics = CONTRACT,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decide about every row, and say what its token is drawn from.
@@ -81,18 +81,21 @@ def verify_rows(
     lp_t, lq_t = log_p_tv.gather(1, at_t1)[:, 0], log_q_tv.gather(1, at_t1)[:, 0]
     possible_t = (token_t >= 0) & (lq_t > -torch.inf)
     ratio_t = num.f32(torch.where(possible_t, lq_t - lp_t, 0)).clamp(max=0)
-    accepted_t = possible_t & accepts(ratio_t, word_t, rule=rule, num=num)
+    accepted_t = possible_t & accepts(ratio_t, word_t, draw=draw, num=num)
     penalised_tv = num.f32(torch.exp(num.f32(log_p_tv - PENALTY)))
     weights_tv = num.f32((num.f32(torch.exp(log_q_tv)) - penalised_tv).clamp(min=0))
     alpha_t = acceptance_estimate(weights_tv, fresh_t, num=num)
     return accepted_t, weights_tv, alpha_t
 
 
-def accepts(ratio_t: Tensor, word_t: Tensor, *, rule: AcceptRule, num: Numerics = CONTRACT) -> Tensor:
-    """Whether a random word accepts a log ratio of at most 0.
+def accepts(ratio_t: Tensor, word_t: Tensor, *, draw: Draw, num: Numerics = CONTRACT) -> Tensor:
+    """Whether a random word accepts a log ratio of at most 0; the platforms decide differently.
+
+    Math:
+        NVIDIA: word · 2^-32 + 2^-33 in fp32 < exp(ratio);  ASCEND: 2 · word + 1 < floor(exp(ratio) · 2^33)
 
     Edges:
-        FLOAT: the 128 largest words give the uniform number 1.0, which rejects even a ratio of 1. INTEGER never does.
+        NVIDIA: the 128 largest words give the uniform number 1.0, which rejects even a ratio of 1. ASCEND never does.
 
     Raises:
         ValueError: shapes disagree.
@@ -101,7 +104,7 @@ def accepts(ratio_t: Tensor, word_t: Tensor, *, rule: AcceptRule, num: Numerics 
     expect_shape("ratio_t", ratio_t, "t", dims)
     expect_shape("word_t", word_t, "t", dims)
     chance_t = num.f32(torch.exp(num.wide(ratio_t)))
-    if rule is AcceptRule.INTEGER:
+    if draw is Draw.ASCEND:
         return 2 * word_t + 1 < (chance_t * 2.0**33).long()
     # definitional under every numerics: the word is rounded to fp32, then the sum is
     uniform_t = CONTRACT.f32(CONTRACT.f32(CONTRACT.wide(word_t)) * 2.0**-32 + 2.0**-33)

@@ -49,7 +49,7 @@ from .blocks import (
     WeightSum,
     moe_v41,
 )
-from .drafting import AcceptRule, DraftBlock, DraftLossConfig, StepCost
+from .drafting import DraftBlock, DraftLossConfig, StepCost
 from .formats import (
     FP8_1X128,
     FP8_1X128_UE8M0,
@@ -72,6 +72,15 @@ from .formats import (
     ScaleKind,
     WeightCast,
 )
+from .sampling import (
+    DRAFT_SEED_OFFSET,
+    LEAST_TEMPERATURE,
+    POSITION_STRIDE,
+    Draw,
+    DrawUse,
+    RowError,
+    SamplingParams,
+)
 
 __all__ = [
     "VisionConfig",
@@ -83,10 +92,12 @@ __all__ = [
     "CodeKind",
     "Combine",
     "CompressorConfig",
-    "AcceptRule",
     "DraftBlock",
     "DraftLossConfig",
     "StepCost",
+    "DRAFT_SEED_OFFSET",
+    "Draw",
+    "DrawUse",
     "ENGRAM_TINY",
     "ENGRAM_V41",
     "EngramConfig",
@@ -102,6 +113,7 @@ __all__ = [
     "INDEX_FP4",
     "KV_FP4",
     "KV_FP8",
+    "LEAST_TEMPERATURE",
     "MHC_V4",
     "MHC_V41",
     "MXFP4",
@@ -110,6 +122,7 @@ __all__ = [
     "MoeConfig",
     "MscaleRule",
     "OutsideVocabulary",
+    "POSITION_STRIDE",
     "PageLayout",
     "Pairing",
     "Q4I",
@@ -128,6 +141,8 @@ __all__ = [
     "RopeConfig",
     "RopeSpan",
     "RouterConfig",
+    "RowError",
+    "SamplingParams",
     "ScaleKind",
     "ScoreOrder",
     "Scoring",

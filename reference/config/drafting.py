@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 
 from .attention import SlidingWindow
-
-
-class AcceptRule(enum.Enum):
-    """How a 32-bit random word decides about a draft of log ratio lp; the two platforms give other decisions."""
-
-    FLOAT = "float"  # word · 2^-32 + 2^-33 in fp32 < exp(lp): NVIDIA; may be 1.0, which rejects a certain acceptance
-    INTEGER = "integer"  # 2 · word + 1 < floor(exp(lp) · 2^33): Ascend; never rejects at ratio 1
 
 
 @dataclass(frozen=True, kw_only=True)
