@@ -21,13 +21,13 @@ class ScheduleLaunch:
     """Drafts that a program ranks, and those it compares them with at a time. It changes no result."""
 
     own: int  # requests, of PAD drafts each
-    others: int = 128
+    others: int = 32
     num_warps: int = 4
 
 
 def schedule_launch(pad: int) -> ScheduleLaunch:
-    """128 drafts a program, whatever the number of requests and the device."""
-    return ScheduleLaunch(own=max(1, 128 // pad))
+    """64 drafts a program, whatever the number of requests and the device."""
+    return ScheduleLaunch(own=max(1, 64 // pad))
 
 
 @triton.jit

@@ -31,7 +31,7 @@ class RatesCase:
 
     requests: int
     draft: int = 5
-    curve: str = "line"  # line, flat, steps, dip, steep, ties, short
+    curve: str = "line"  # line, flat, steps, dip, steep, ties, short, slope, fitted, near
     full: bool = True  # every request has all its drafts
     total: float = 0.5  # share of the drafts that get a place
     regime: str = "normal"  # normal, sure, ties, ones, zeros
@@ -77,12 +77,16 @@ def step_cost(case: RatesCase) -> StepCost:
         "dip": np.where(x < most * 0.6, 3 + x, 4.0),  # a larger graph that is faster
         "steep": x**2,
         "ties": x,  # with rates of one every number is worth the same
+        "slope": 10 + x * 0.001,
+        "fitted": x * 0 + 1,
+        "near": x * (1 - 1e-9 * np.arange(len(x))),  # ties once the times are fp32
     }[case.curve]
-    plain = case.curve in ("ties", "dip")
+    plain = case.curve in ("ties", "dip", "fitted", "near")
+    slope = 0.45 if case.curve == "slope" else 0.013
     return StepCost(
         sizes=sizes,
         base_ms=tuple(base.tolist()),
-        slope=0.0 if plain else 0.013,
+        slope=0.0 if plain else slope,
         sampler_ms=0.0 if plain else 1.7,
     )
 
@@ -96,9 +100,14 @@ def draw_confidences(case: RatesCase, rng: np.random.Generator) -> Inputs:
 
 
 def draw_total(case: RatesCase, rng: np.random.Generator) -> Inputs:
-    """Rates, counts and a curve."""
+    """Rates, counts and a curve; a fitted one makes all graphs worth the same but for the last bits of fp32."""
     rate, count = _rates(case, rng)
-    return {"rate_bj": rate, "count_b": count, "cost": step_cost(case)}
+    cost = step_cost(case)
+    if case.curve == "fitted":
+        expected = case.requests + np.cumsum(np.sort(rate.double().numpy(), axis=None)[::-1])
+        worth = tuple(float(expected[size - case.requests - 1]) for size in cost.sizes if size > case.requests)
+        cost = replace(cost, sizes=cost.sizes[-len(worth) :], base_ms=worth)
+    return {"rate_bj": rate, "count_b": count, "cost": cost}
 
 
 def draw_places(case: RatesCase, rng: np.random.Generator) -> Inputs:
@@ -122,7 +131,12 @@ def cases_total(full: bool) -> list[RatesCase]:
     found += [replace(small, curve="ties", regime="ones"), replace(small, curve="dip", regime="zeros")]
     found += [replace(small, full=False, curve=c, requests=9) for c in ("line", "steps", "flat", "short")]
     found += [replace(small, requests=0), replace(small, requests=1, draft=1), replace(small, regime="sure")]
-    found += [RatesCase(requests=60, curve=c, regime="sure") for c in ("line", "steps")]
+    found += [RatesCase(requests=60, curve=c, regime="sure") for c in ("line", "steps", "slope", "fitted")]
+    found += [
+        replace(small, curve="near", regime="ones"),
+        RatesCase(requests=40, curve="fitted"),
+        RatesCase(requests=30, curve="slope"),
+    ]
     if full:
         found += [RatesCase(requests=n, curve=c, full=False) for n in (2, 17, 200) for c in curves]
     return found
