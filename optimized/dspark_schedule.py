@@ -39,7 +39,7 @@ def choose_total_vectorised(rate_bj: Tensor, count_b: Tensor, *, cost: StepCost)
         raise ValueError(f"rate_bj: expected at most {cost.sizes[-1]} requests for the largest graph, got {requests}")
     rates = -np.sort(-rate_bj[stored_bj].cpu().numpy())
     # fp32 additions one after the other; a pairwise or fp64 sum would round elsewhere
-    expected = np.add.accumulate(np.concatenate([np.float32([requests]), rates]), dtype=np.float32)
+    expected = np.add.accumulate(np.concatenate([np.array([requests], dtype=np.float32), rates]), dtype=np.float32)
     expected = expected[: cost.sizes[-1] - requests + 1].astype(np.float64)
     graph = np.searchsorted(np.array(cost.sizes), requests + np.arange(len(expected)))
     base = np.array(cost.base_ms, dtype=np.float32).astype(np.float64)[graph]

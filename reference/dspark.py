@@ -27,11 +27,14 @@ from torch import Tensor
 
 from .checks import expect_dtype, expect_in_range, expect_positive, expect_shape
 from .config import FP8_32X32, Q8, DraftBlock, Pairing, RopeSpan, WeightCast
+from .dspark_layer import draft_attend_, draft_feed
+from .dspark_state import DraftConfig, DraftLayer
 from .linear import linear_quant
-from .mhc import mhc_tap
+from .mhc import mhc_apply, mhc_enter, mhc_expand, mhc_settle, mhc_tap
 from .numerics import CONTRACT, Numerics
 from .rms_norm import rms_norm
 from .rope import rope
+from .weights import MhcCarry
 from .window import window_draft
 
 LIMIT = 60.0  # of confidence logits
@@ -65,7 +68,7 @@ def draft_rows(
         expect_shape(name, x_b, "b", dims)
         expect_dtype(name, x_b, torch.int32, torch.int64)
     real_b1 = (first_b >= 0)[:, None]
-    expect_in_range("first_b", first_b, -1, 2**31)
+    expect_in_range("first_b", first_b, -1, 2**31 - 1)
     expect_in_range("accepted_b", torch.where(real_b1[:, 0], accepted_b, 0), 0, block.draft + 1)
     last_b = torch.where(real_b1[:, 0], first_b.long() + accepted_b.long(), -1)
     position_bj = last_b[:, None] + 1 + torch.arange(block.draft, device=first_b.device)
@@ -140,6 +143,54 @@ def main_keys(
     return rope(
         keys_tid, table_sr, positions_t, pairing=Pairing.INTERLEAVED, span=RopeSpan.LAST, inverse=False, num=num
     )
+
+
+def draft_hidden(
+    embed_bjm: Tensor,
+    layers: Sequence[DraftLayer],
+    rings: Sequence[Tensor],
+    table_sr: Tensor,
+    positions_bj: Tensor,
+    slots_bj: Tensor,
+    seen_bk: Tensor,
+    *,
+    config: DraftConfig,
+    num: Numerics = CONTRACT,
+) -> Tensor:
+    """The hidden rows of every block, before the final norm; the rings are left as they were.
+
+    Shapes:
+        embed_bjm: bf16 [b, j, m], the embedded ids; rings: for every layer uint8 [p, o, w], with the keys of accepted
+        tokens; table_sr: fp32 [s, r]; positions_bj, slots_bj, seen_bk: as `draft_rows`; returns [b, j, m].
+
+    Rounding:
+        as the parts of a V4.1 block; the row read from the last streams to bf16.
+
+    Edges:
+        what stands in the slots of the block before does not count. The keys of the block live for this call: the next
+        main pass overwrites them before any read. Rows of padding requests come out as something finite.
+
+    Raises:
+        ValueError: shapes disagree, or there is not one ring for each layer.
+    """
+    if len(rings) != len(layers):
+        raise ValueError(f"rings: expected {len(layers)}, got {len(rings)}")
+    dims: dict[str, int] = {}
+    expect_shape("embed_bjm", embed_bjm, "bjm", dims)
+    for name, x in (("positions_bj", positions_bj), ("slots_bj", slots_bj)):
+        expect_shape(name, x, "bj", dims)
+    expect_shape("seen_bk", seen_bk, "bk", dims)
+    rows = positions_bj.flatten(), slots_bj.flatten(), seen_bk.repeat_interleave(dims["j"], 0)
+    stream_tnm, pre_tn = mhc_expand(num.wide(embed_bjm).flatten(0, 1), config=config.mhc)
+    carry = MhcCarry(stream_tnm=stream_tnm, pre_tn=pre_tn)
+    for layer, ring_pow in zip(layers, rings, strict=True):
+        x_tm, carry = mhc_enter(carry, layer.attention_site, config=config.mhc, num=num)
+        carry = carry.left(draft_attend_(x_tm, layer, ring_pow.clone(), table_sr, *rows, config=config, num=num))
+        x_tm, carry = mhc_enter(carry, layer.ffn_site, config=config.mhc, num=num)
+        carry = carry.left(draft_feed(x_tm, layer, config=config, num=num))
+    carry = mhc_settle(carry, num=num)
+    assert carry.pre_tn is not None  # the schedule is shifted
+    return mhc_apply(carry.pre_tn, carry.stream_tnm, num=num).unflatten(0, (dims["b"], dims["j"]))
 
 
 def markov_step(base_bv: Tensor, token_b: Tensor, w1_vr: Tensor, w2_vr: Tensor, *, num: Numerics = CONTRACT) -> Tensor:

@@ -235,7 +235,7 @@ def moe(
     expect_shape("x_q", x_q, "tm", dims)
     expect_shape("idx_tk", idx_tk, "tk", dims)
     expect_shape("weights_tk", weights_tk, "tk", dims)
-    expect_dtype("weights_tk", weights_tk, torch.float32)
+    expect_dtype("weights_tk", weights_tk, torch.float32, torch.float64)
     expect_shape("experts.w13_q", experts.w13_q, "eij", dims)
     rank_tk = None
     row_tk, slot_y, end_e = dispatch(idx_tk, num_experts=dims["e"], alignment=1)

@@ -217,7 +217,7 @@ def _weighed(
 def _checked_logits(logits_te: Tensor, mask_t: Tensor | None, config: RouterConfig) -> Tensor:
     """The logits with padding rows zeroed."""
     expect_shape("logits_te", logits_te, "te", {"e": config.num_experts})
-    expect_dtype("logits_te", logits_te, torch.float32)
+    expect_dtype("logits_te", logits_te, torch.float32, torch.float64)
     if mask_t is not None:
         expect_shape("mask_t", mask_t, "t", {"t": logits_te.shape[0]})
         expect_dtype("mask_t", mask_t, torch.bool)
