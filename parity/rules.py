@@ -1,4 +1,4 @@
-"""How one output is judged: the rules R1, R2, R6 and R9 of the parity rules, as data with their measured limits.
+"""How one output is judged: the rules R1, R2, R6, R9 and R16 of the parity rules, as data with their measured limits.
 
 A rule sees the candidate's tensor and the oracles of the same inputs and says how much of its budget was used. The
 limits below were fixed by `python -m deeptwin.parity.evidence`; its results stand in `parity/evidence/`.
@@ -453,6 +453,52 @@ class TopK:
             if (left[scores[left] == least] < last).any():
                 return "tie at the k-th place not given to the lower index"
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """R16: rows of one distribution, each drawn once, by the chi-square test; the contract's own draws too.
+
+    `probs` names the argument that holds the distribution, the same in every row. Bins of fewer than five expected
+    draws are one bin; the statistic must lie below its quantile `level`. What has no weight is never drawn, and every
+    count lies within 5 √E + 5 of its expectation.
+    """
+
+    probs: str
+    level: float = 0.999
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Both the candidate's draws and those of the contract."""
+        prob = oracles.arguments[self.probs][0].to(torch.float64)
+        metrics, problem = {}, ""
+        for side, drawn in (("contract", oracles.contract), ("candidate", got)):
+            found, value = chi_square(drawn.to(torch.int64), prob)
+            metrics[f"{side}_p_value"] = value
+            if found or value < 1 - self.level:
+                problem = f"the {side}'s draws: {found or f'p = {value:.2g} of the chi-square test'}"
+        used = (1 - self.level) / max(min(metrics.values()), 1e-300)
+        return Judgement(ok=not problem, used=float("inf") if problem else used, message=problem, metrics=metrics)
+
+
+def chi_square(drawn: Tensor, prob: Tensor) -> tuple[str, float]:
+    """What is impossible in these draws, if anything, and how likely a chi-square as large as theirs is."""
+    if not ((drawn >= 0) & (drawn < len(prob))).all():
+        return "a draw is no column", 0.0
+    count = torch.bincount(drawn, minlength=len(prob)).to(torch.float64)
+    expected = prob / prob.sum() * len(drawn)
+    if count[expected == 0].any():
+        return "what has no weight was drawn", 0.0
+    if ((count - expected).abs() > 5 * expected.sqrt() + 5).any():
+        return "a count is further than 5 √E + 5 from its expectation", 0.0
+    large = expected >= 5
+    bins = torch.cat([expected[large], expected[~large].sum().reshape(1)])
+    counts = torch.cat([count[large], count[~large].sum().reshape(1)])
+    known = bins > 0
+    if int(known.sum()) < 2:
+        return "", 1.0
+    statistic = ((counts - bins)[known].square() / bins[known]).sum()
+    freedom = (known.sum() - 1).to(torch.float64)
+    return "", torch.special.gammaincc(freedom / 2, statistic / 2).item()
 
 
 # limits by output kind; the measurement behind each stands in parity/evidence/ (`python -m deeptwin.parity.evidence`)

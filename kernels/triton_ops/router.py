@@ -45,7 +45,7 @@ def route_launch(num_experts: int, topk: int) -> RouteLaunch:
 
 
 @triton.jit
-def _exp_of_negative(x):
+def exp_of_negative(x):
     """e^x for x ≤ 0, down to the smallest subnormal: 2^n · e^r with |r| ≤ ln 2 / 2."""
     x = tl.maximum(x, -120.0)
     n = tl.floor(x * 1.4426950408889634 + 0.5)
@@ -84,10 +84,10 @@ def _log1p_of_unit(q):
 def _score(x, SIGMOID: tl.constexpr):
     size = tl.abs(x)
     if SIGMOID:
-        small = _exp_of_negative(size * -1.0)
+        small = exp_of_negative(size * -1.0)
         score = tl.div_rn(tl.where(x >= 0, 1.0, small), 1.0 + small)
     else:
-        root = _exp_of_negative(size * -0.5)
+        root = exp_of_negative(size * -0.5)
         softplus = tl.maximum(x, 0.0) + _log1p_of_unit(root * root)
         # beyond -20 the root of e^x itself; beyond 20 softplus is the identity
         score = tl.where(x < -20.0, root, tl.sqrt_rn(tl.where(x > 20.0, x, softplus)))

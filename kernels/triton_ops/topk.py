@@ -42,7 +42,7 @@ class MapLaunch:
 
 
 @triton.jit
-def _ordered(scores, valid, BITS: tl.constexpr):
+def ordered(scores, valid, BITS: tl.constexpr):
     """Scores as integers in value order, ±0 alike, and which of them can be chosen: neither NaN nor −inf."""
     wide = scores.to(tl.float32) + 0.0  # −0 + 0 is +0
     bits = wide.to(tl.int32, bitcast=True)
@@ -78,7 +78,7 @@ def _select(
             column = start + item
             inside = column < length
             loaded = tl.load(score_ptr + column, mask=inside, other=0.0)
-            key, valid = _ordered(loaded, inside, BITS)
+            key, valid = ordered(loaded, inside, BITS)
             at_least = valid[:, None] & (key[:, None] >= (low + (digit << shift))[None, :])
             reached += tl.sum(at_least.to(tl.int32), axis=0)
         low += (tl.maximum(tl.sum((reached >= k).to(tl.int32), axis=0), 1) - 1) << shift
@@ -87,7 +87,7 @@ def _select(
     for start in range(0, length, BLOCK):
         column = start + item
         inside = column < length
-        key, valid = _ordered(tl.load(score_ptr + column, mask=inside, other=0.0), inside, BITS)
+        key, valid = ordered(tl.load(score_ptr + column, mask=inside, other=0.0), inside, BITS)
         above += (valid & (key > low)).to(tl.int32)
     room = k - tl.sum(above, axis=0)
     # 3. the indices, in the order of the row
@@ -96,7 +96,7 @@ def _select(
     for start in range(0, length, BLOCK):
         column = start + item
         inside = column < length
-        key, valid = _ordered(tl.load(score_ptr + column, mask=inside, other=0.0), inside, BITS)
+        key, valid = ordered(tl.load(score_ptr + column, mask=inside, other=0.0), inside, BITS)
         is_tied = (valid & (key == low)).to(tl.int32)
         nth = tied + tl.cumsum(is_tied, axis=0)
         chosen = (valid & (key > low)) | ((is_tied > 0) & (nth <= room))
