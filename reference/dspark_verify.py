@@ -8,7 +8,9 @@ in the proposal pool; the last is the *fresh row*. With π = 5e-5:
     residual  r(i) = max(q(i) - exp(log p(i) - π), 0): what is drawn from, normalised, if the draft is rejected
     α         max(1 - Σ_i floor(r(i) · 2^31) / 2^31, 0): an estimate of the acceptance; 1 on the fresh row
 
-A fresh row draws from q itself. The first rejected row, or the fresh one, ends the request; rows behind it are ignored.
+A fresh row draws from q itself, and a rejected row whose weights are all below 2^-31 takes the lowest of the largest
+entries (`sampling.argmax_tokens`: of the raw logits on NVIDIA, of the log-probabilities on Ascend). The first rejected
+row, or the fresh one, ends the request; rows behind it are ignored.
 The penalty π keeps the residual from being empty where rounding rejects a token although q ≥ p. With ε = 1 - e^-π the
 law of the emitted token stays within q - ε / (1 + ε) ≤ law ≤ (1 + ε) q, provided that drafts were drawn from p.
 
@@ -129,21 +131,6 @@ def acceptance_estimate(weights_tv: Tensor, fresh_t: Tensor, *, num: Numerics = 
     fixed_t = (num.wide(weights_tv) * FIXED_ONE).long().sum(1, dtype=torch.int64)
     alpha_t = num.f32(1 - num.f32(num.wide(fixed_t)) / FIXED_ONE).clamp(min=0)
     return torch.where(fresh_t, 1, alpha_t)
-
-
-def empty_residual(raw_tv: Tensor) -> Tensor:
-    """The token of a rejected row whose weights are all below 2^-31: the lowest of the largest entries.
-
-    NVIDIA takes the raw logits, Ascend the log-probabilities behind all filters.
-
-    Shapes:
-        raw_tv: [t, v]; returns int64 [t].
-
-    Raises:
-        ValueError: raw_tv has not two axes.
-    """
-    expect_shape("raw_tv", raw_tv, "tv", {})
-    return torch.argmax((raw_tv == raw_tv.amax(1, keepdim=True)).long(), dim=1)
 
 
 def verify_pack(

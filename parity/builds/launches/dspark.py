@@ -10,24 +10,30 @@ from deeptwin.reference.config import DraftBlock, SlidingWindow
 REQUESTS, VOCAB, RANK, HIDDEN = 64, 129280, 256, 5120
 
 
-def _integers(count: int) -> list[torch.Tensor]:
-    return [torch.empty(REQUESTS, dtype=torch.int32) for _ in range(count)]
+def _integers() -> torch.Tensor:
+    return torch.empty(REQUESTS, dtype=torch.int32)
+
+
+def _table(rows: int, width: int) -> torch.Tensor:
+    return torch.empty(rows, width, dtype=torch.bfloat16)
 
 
 def rows() -> None:
     """A window of 128 in a ring of 134."""
     window = SlidingWindow(window=128, ring=134)
-    draft_rows_triton(*_integers(5), block=DraftBlock(draft=5, noise_token=128799, window=window), trusted=True)
+    block = DraftBlock(draft=5, noise_token=128799, window=window)
+    given = _integers(), _integers(), _integers(), _integers(), _integers()
+    draft_rows_triton(*given, block=block, trusted=True)
 
 
 def markov() -> None:
     """The whole vocabulary."""
-    tables = (torch.empty(VOCAB, RANK, dtype=torch.bfloat16) for _ in range(2))
-    markov_step_triton(torch.empty(REQUESTS, VOCAB), *_integers(1), *tables, trusted=True)
+    base = torch.empty(REQUESTS, VOCAB)
+    markov_step_triton(base, _integers(), _table(VOCAB, RANK), _table(VOCAB, RANK), trusted=True)
 
 
 def head() -> None:
     """Hidden rows and rows of the first table."""
-    h, table = (torch.empty(n, m, dtype=torch.bfloat16) for n, m in ((REQUESTS, HIDDEN), (VOCAB, RANK)))
     weight = torch.empty(HIDDEN + RANK, dtype=torch.bfloat16)
-    confidence_triton(h, *_integers(1), table, weight, temperature=0.7, trusted=True)
+    h, table = _table(REQUESTS, HIDDEN), _table(VOCAB, RANK)
+    confidence_triton(h, _integers(), table, weight, temperature=0.7, trusted=True)
