@@ -415,7 +415,7 @@ def other_ring(inputs: Inputs, context: Context) -> Iterator[Variant]:
         page, within = slot.clamp(min=0) // ring, slot.clamp(min=0) % ring
         return torch.where(slot >= 0, place[page.long()] * ring + within, -1).to(torch.int32)
 
-    changed = {"rings": tuple(x[order].contiguous() for x in inputs["rings"])}
+    changed: dict[str, Any] = {"rings": tuple(x[order].contiguous() for x in inputs["rings"])}
     changed |= {name: moved(inputs[name]) for name in ("slots_bj", "seen_bk")}
     yield Variant(label="states in other pages", calls=(inputs | changed,))
 
