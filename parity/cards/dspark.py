@@ -592,7 +592,12 @@ FORWARD = Op(
         ),
     ),
     candidates=(
-        Candidate(name="triton", function=f"{OPTIMIZED}:draft_hidden_triton", interpreter_declines=many_kernels),
+        Candidate(
+            name="triton",
+            function=f"{OPTIMIZED}:draft_hidden_triton",
+            interpreter_declines=many_kernels,
+            lowered_declines=lambda case: "the cards of its kernels lower them one by one",
+        ),
     ),
     golden=lambda: [ForwardCase(requests=2, draft=2)],
 )

@@ -172,6 +172,9 @@ def draw_verify(case: VerifyCase, rng: np.random.Generator) -> Inputs:
     token = np.array([_drafted(pool[r], rng) for r in row], dtype=np.int64)
     token = np.where(rng.random(t) < 0.1, rng.integers(0, case.vocab, t), token)
     token = np.where(rng.random(t) < 0.08, -1, token)
+    # a token that neither side can draw
+    never = np.isneginf(target) & np.isneginf(pool[row])
+    token = np.where(never.any(1) & (rng.random(t) < 0.3), never.argmax(1), token)
     word = rng.integers(0, 2**32, t)
     with np.errstate(invalid="ignore", over="ignore"):
         ratio = np.nan_to_num(target[np.arange(t), token] - pool[row, token], nan=0.0, posinf=0.0, neginf=-100.0)
@@ -230,6 +233,7 @@ def cases_verify(full: bool) -> list[VerifyCase]:
     small = VerifyCase(requests=4)
     found = [replace(small, regime=r, draw=d) for r in REGIMES for d in ("nvidia", "ascend")]
     found += [replace(small, quality=q, draw=d) for q in ("same", "point", "unlike") for d in ("nvidia", "ascend")]
+    found += [replace(small, filters=0.5, quality="point", requests=9)]
     found += [replace(small, filters=0.6), replace(small, filters=0.6, quality="unlike", draw="ascend")]
     found += [replace(small, requests=0), replace(small, draft=1, requests=6), replace(small, vocab=1, requests=2)]
     found += [VerifyCase(requests=12, vocab=6), VerifyCase(requests=1, draft=2, vocab=2500)]

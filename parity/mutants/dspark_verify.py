@@ -40,8 +40,8 @@ def _exp(x: np.ndarray) -> np.ndarray:
 def _chance(faults: Rows, lq: np.float32, lp: np.float32) -> np.float32:
     if faults.ratio == "penalised":
         lp = np.float32(lp - np.float32(faults.penalty))
-    delta = {"p_over_q": lp - lq, "q": lq}.get(faults.ratio, lq - lp)
-    return _exp(np.minimum(np.array([delta], dtype=np.float32), 0))[0]
+    delta: Any = {"p_over_q": lp - lq, "q": lq}.get(faults.ratio, lq - lp)
+    return np.float32(_exp(np.minimum(np.array([delta], dtype=np.float32), 0))[0])
 
 
 def _is_below(faults: Rows, word: int, chance: np.float32, draw: Draw) -> bool:
@@ -81,7 +81,7 @@ def _estimate(faults: Rows, weights: np.ndarray, is_fresh: bool) -> np.float32:
         return np.float32(faults.fresh_alpha)
     wide = weights.astype(np.float64)
     if faults.alpha == "float":
-        return np.float32(max(1 - np.float32(weights.sum(dtype=np.float32)), 0))
+        return np.float32(np.maximum(1 - weights.sum(dtype=np.float32), 0))
     fixed = (np.rint(wide * 2**31) if faults.alpha == "round" else np.floor(wide * 2**31)).astype(np.int64).sum()
     alpha = max(np.float32(1) - np.float32(np.float32(fixed) / np.float32(2**31)), np.float32(0))
     return np.float32(alpha + np.float32(5e-5)) if faults.alpha == "penalty_free" else np.float32(alpha)
