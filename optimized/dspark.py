@@ -105,6 +105,7 @@ def main_keys_triton(
         ValueError: shapes disagree, there is no draft layer, or eps is not positive.
     """
     expect_positive("wkv", len(wkv))
+    expect_positive("eps", eps)
     dims = {"t": len(positions_t)}
     expect_shape("features_tz", features_tz, "tz", dims)
     expect_shape("norm_m", norm_m, "m", dims)

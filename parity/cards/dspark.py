@@ -43,6 +43,7 @@ from ..relations import Context, Variant, row_chunks
 from ..rules import CSA2_SIDE, CSA2_STACK, Bitwise, Budget, OneRounding, Within
 
 _mutant, _control = variants("dspark")
+_forward, _right_forward = variants("dspark_forward")
 OPTIMIZED = "deeptwin.optimized.dspark"
 KERNELS = "deeptwin.kernels.triton_ops.dspark"
 LAUNCHES = "deeptwin.parity.builds.launches.dspark"
@@ -269,8 +270,9 @@ def _experts(rng: np.random.Generator, count: int, hidden: int, fmt: QuantFormat
 
 
 def _site(rng: np.random.Generator, width: int) -> MhcSite:
-    fn = draws.normal(rng, 24, width, dtype=F32, scale=width**-0.5)
-    return MhcSite(fn_wx=fn, scale_z=torch.tensor([1.25, 0.75, 1.5]), base_w=draws.normal(rng, 24, dtype=F32))
+    fn, base = draws.normal(rng, 24, width, dtype=F32, scale=width**-0.5), draws.normal(rng, 24, dtype=F32)
+    base[8:] *= 4  # a mixing matrix that is far from its transpose
+    return MhcSite(fn_wx=fn, scale_z=torch.tensor([1.25, 0.75, 1.5]), base_w=base)
 
 
 def _attention(rng: np.random.Generator, config: Csa2Config, regime: str) -> Csa2Weights:
@@ -283,7 +285,7 @@ def _attention(rng: np.random.Generator, config: Csa2Config, regime: str) -> Csa
         "wo_b": fp8(rng, m, config.o_groups * config.o_rank),
     }
     return Csa2Weights(
-        attn_norm_m=norm(rng, m),
+        attn_norm_m=draws.normal(rng, m, dtype=BF16, scale=0.6, mean=1.0),
         q_norm_a=norm(rng, a),
         kv_norm_d=norm(rng, d),
         sink_h=draws.normal(rng, heads, dtype=F32),
@@ -599,6 +601,27 @@ FORWARD = Op(
             lowered_declines=lambda case: "the cards of its kernels lower them one by one",
         ),
     ),
+    mutants=(
+        _forward("causal_block", "U61", "rows of a block see themselves and those before"),
+        _forward("own_key_alone", "U61", "a row sees its own key of the block alone"),
+        _forward("block_keys_unseen", "U61", "no row sees the block"),
+        _forward("accepted_keys_unseen", "U34", "no row sees accepted keys"),
+        _forward("positions_late", "U61", "the block is turned by the positions behind its own"),
+        _forward("ring_of_first_layer", "U63", "all layers read the ring of the first"),
+        _forward("sink_ignored", "U87", "no sink"),
+        _forward("query_heads_normed", "U11", "the per-head query norm of V4"),
+        _forward("scale_off", "U05", "scores are half as large"),
+        _forward("own_pre", "U38", "sub-layers read with their own coefficients: the schedule of V4"),
+        _forward("last_update_missing", "U39", "the last update of the streams is left out"),
+        _forward("comb_transposed", "U38", "the mixing matrix is transposed"),
+        _forward("attention_norm_missing", "U39", "attention reads rows that are not normalised"),
+        _forward("ffn_norm_missing", "U39", "experts read rows that are not normalised"),
+        _forward("shared_expert_missing", "U39", "no shared expert"),
+        _forward("weights_missing", "U39", "experts are not weighted"),
+        _forward("bias_ignored", "U49", "experts are ranked without the bias"),
+        _forward("other_blocks_seen", "U09", "keys of all blocks of the batch are seen"),
+    ),
+    controls=(_right_forward("right_forward"), _control("right_in_place")),
     golden=lambda: [ForwardCase(requests=2, draft=2)],
 )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deeptwin.reference.config import DraftBlock
+from deeptwin.reference.config import DraftBlock, PageLayout
 
 from .csa2 import fake_e4m3
 
@@ -304,3 +305,18 @@ head_in_bf16 = _head(Head(precision="bf16"))
 sigmoid_missing = _head(Head(sigmoid=False))
 with_bias = _head(Head(bias=0.125))
 token_part_first = _head(Head(halves=False))
+
+
+def right_in_place(**inputs: Any) -> Tensor:
+    """The kernels as production calls them: the keys of the block stay in the rings."""
+    from deeptwin.optimized.dspark import draft_hidden_triton
+
+    rings = tuple(ring.clone() for ring in inputs["rings"])
+    h_bjm = draft_hidden_triton(**inputs | {"rings": rings}, in_place=True)
+    for ring, before in zip(rings, inputs["rings"], strict=True):
+        width = ring.shape[2]
+        if ring.shape[1] > 1 and inputs["config"].csa2.layout is PageLayout.INTERLEAVED:
+            moved = (ring.view(-1, width) != before.view(-1, width)).any(1).nonzero()[:, 0].tolist()
+            if not set(moved) <= set(inputs["slots_bj"].flatten().tolist()):
+                raise AssertionError(f"rings: slots {moved} changed, expected some of {inputs['slots_bj'].tolist()}")
+    return h_bjm
