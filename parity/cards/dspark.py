@@ -44,9 +44,6 @@ from ..rules import CSA2_SIDE, CSA2_STACK, Bitwise, Budget, OneRounding, Within
 
 _mutant, _control = variants("dspark")
 _forward, _right_forward = variants("dspark_forward")
-OPTIMIZED = "deeptwin.optimized.dspark"
-KERNELS = "deeptwin.kernels.triton_ops.dspark"
-LAUNCHES = "deeptwin.parity.builds.launches.dspark"
 F32, BF16 = torch.float32, torch.bfloat16
 
 # a Markov step is an fp32 product whose accumulator starts with logits: the limits of `linear`'s fp32 results
@@ -483,10 +480,13 @@ ROWS = Op(
         Relation(name="batch_invariant", axis="requests", only=lambda case: 4 < case.requests < 20),
         Relation(name="run_to_run", axis="repeats", only=lambda case: 4 < case.requests < 20),
     ),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:draft_rows_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:draft_rows_triton"),),
     builds=(
         BuildCase(
-            name="w128-j5", kernel=f"{KERNELS}:_draft_rows", launch=f"{LAUNCHES}:rows", expect=NO_PRODUCT | VECTOR
+            name="w128-j5",
+            kernel="deeptwin.kernels.triton_ops.dspark:_draft_rows",
+            launch="deeptwin.parity.builds.launches.dspark:rows",
+            expect=NO_PRODUCT | VECTOR,
         ),
     ),
     mutants=(
@@ -521,7 +521,7 @@ FEATURES = Op(
     draw=draw_features,
     rows={},
     out_rows={},
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:target_features_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:target_features_triton"),),
     mutants=(
         _mutant("sum_of_streams", "R14", "the sum of the streams, not their mean"),
         _mutant("first_stream", "U39", "the first stream alone"),
@@ -552,7 +552,7 @@ KEYS = Op(
     candidates=(
         Candidate(
             name="triton",
-            function=f"{OPTIMIZED}:main_keys_triton",
+            function="deeptwin.optimized.dspark:main_keys_triton",
             interpreter_declines=lambda case: (
                 "two regimes are enough for a chain of kernels" if case.regime in ("flat", "mean1") else None
             ),
@@ -596,7 +596,7 @@ FORWARD = Op(
     candidates=(
         Candidate(
             name="triton",
-            function=f"{OPTIMIZED}:draft_hidden_triton",
+            function="deeptwin.optimized.dspark:draft_hidden_triton",
             interpreter_declines=many_kernels,
             lowered_declines=lambda case: "the cards of its kernels lower them one by one",
         ),
@@ -638,12 +638,12 @@ MARKOV_STEP = Op(
         Relation(name="batch_invariant", axis="requests", only=small_heads),
         Relation(name="run_to_run", axis="repeats", only=small_heads),
     ),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:markov_step_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:markov_step_triton"),),
     builds=(
         BuildCase(
             name="v129280-r256",
-            kernel=f"{KERNELS}:_markov_step",
-            launch=f"{LAUNCHES}:markov",
+            kernel="deeptwin.kernels.triton_ops.dspark:_markov_step",
+            launch="deeptwin.parity.builds.launches.dspark:markov",
             expect=PRODUCT | MATRIX,
         ),
     ),
@@ -675,10 +675,13 @@ HEAD = Op(
         Relation(name="batch_invariant", axis="requests", only=lambda case: case.requests == 6 and case.width == 96),
         Relation(name="run_to_run", axis="repeats", only=lambda case: case.requests == 6 and case.regime == "normal"),
     ),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:confidence_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:confidence_triton"),),
     builds=(
         BuildCase(
-            name="m5120-r256", kernel=f"{KERNELS}:_confidence", launch=f"{LAUNCHES}:head", expect=NO_PRODUCT | VECTOR
+            name="m5120-r256",
+            kernel="deeptwin.kernels.triton_ops.dspark:_confidence",
+            launch="deeptwin.parity.builds.launches.dspark:head",
+            expect=NO_PRODUCT | VECTOR,
         ),
     ),
     mutants=(

@@ -14,7 +14,6 @@ from ..card import REGIMES, Card, Equivalent, Inputs, Op, Output, Peer, variants
 from ..rules import Close
 
 _mutant, _control = variants("dspark_loss")
-PEERS = "deeptwin.parity.peers.dspark_loss"
 F32 = torch.float32
 
 
@@ -115,7 +114,7 @@ LOSS = Op(
     peers=(
         Peer(
             name="torch",
-            function=f"{PEERS}:torch_losses",
+            function="deeptwin.parity.peers.dspark_loss:torch_losses",
             needs=(),
             explains="the same averages over torch's own loss functions, in fp64",
             only=lambda case: case.valid in (0.0, 1.0) or case.regime != "huge",
@@ -152,7 +151,7 @@ LABELS = Op(
     peers=(
         Peer(
             name="overlap",
-            function=f"{PEERS}:torch_labels",
+            function="deeptwin.parity.peers.dspark_loss:torch_labels",
             needs=(),
             explains="Σ min(p, q), the same number for distributions that sum to one",
         ),
@@ -175,7 +174,7 @@ METRICS = Op(
     peers=(
         Peer(
             name="pairs",
-            function=f"{PEERS}:ranked_metrics",
+            function="deeptwin.parity.peers.dspark_loss:ranked_metrics",
             needs=(),
             explains="bins in a loop, and the area by counting pairs",
         ),

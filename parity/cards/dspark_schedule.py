@@ -20,9 +20,6 @@ from ..relations import Context, Variant
 from ..rules import Bitwise
 
 _mutant, _control = variants("dspark_schedule")
-OPTIMIZED = "deeptwin.optimized.dspark_schedule"
-KERNELS = "deeptwin.kernels.triton_ops.dspark_schedule"
-LAUNCHES = "deeptwin.parity.builds.launches.dspark_schedule"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,12 +208,12 @@ SURVIVAL = Op(
         Relation(name="batch_invariant", axis="requests", only=lambda case: case.requests == 3),
         Relation(name="run_to_run", axis="repeats", only=lambda case: case.requests == 3),
     ),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:survival_rates_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark_schedule:survival_rates_triton"),),
     builds=(
         BuildCase(
             name="b512-j5",
-            kernel=f"{KERNELS}:_survival_rates",
-            launch=f"{LAUNCHES}:survival",
+            kernel="deeptwin.kernels.triton_ops.dspark_schedule:_survival_rates",
+            launch="deeptwin.parity.builds.launches.dspark_schedule:survival",
             expect=NO_PRODUCT | VECTOR,
         ),
     ),
@@ -239,7 +236,11 @@ TOTAL = Op(
     draw=draw_total,
     rows={},
     out_rows={},
-    candidates=(Candidate(name="vectorised", function=f"{OPTIMIZED}:choose_total_vectorised", archs=("cpu",)),),
+    candidates=(
+        Candidate(
+            name="vectorised", function="deeptwin.optimized.dspark_schedule:choose_total_vectorised", archs=("cpu",)
+        ),
+    ),
     mutants=(
         _mutant("early_stop", "U90", "stops at the first number that is not better: not the global maximum"),
         _mutant("largest_of_ties", "U45", "of equal throughputs the largest number wins"),
@@ -279,12 +280,15 @@ PLACES = Op(
         Relation(name="run_to_run", axis="repeats", only=lambda case: case.regime == "ties" and case.requests < 6),
     ),
     candidates=(
-        Candidate(name="vectorised", function=f"{OPTIMIZED}:allocate_vectorised"),
-        Candidate(name="triton", function=f"{OPTIMIZED}:allocate_triton"),
+        Candidate(name="vectorised", function="deeptwin.optimized.dspark_schedule:allocate_vectorised"),
+        Candidate(name="triton", function="deeptwin.optimized.dspark_schedule:allocate_triton"),
     ),
     builds=(
         BuildCase(
-            name="b512-j5", kernel=f"{KERNELS}:_allocate", launch=f"{LAUNCHES}:places", expect=NO_PRODUCT | VECTOR
+            name="b512-j5",
+            kernel="deeptwin.kernels.triton_ops.dspark_schedule:_allocate",
+            launch="deeptwin.parity.builds.launches.dspark_schedule:places",
+            expect=NO_PRODUCT | VECTOR,
         ),
     ),
     mutants=(

@@ -22,9 +22,6 @@ from ..relations import Context, Variant, batch_invariant, row_chunks
 from ..rules import Bitwise, Judgement, OfStored, Oracles, Within, Worst
 
 _mutant, _control = variants("dspark_verify")
-OPTIMIZED = "deeptwin.optimized.dspark_verify"
-KERNELS = "deeptwin.kernels.triton_ops.dspark_verify"
-LAUNCHES = "deeptwin.parity.builds.launches.dspark_verify"
 PENALTY = 5e-5
 # relative error of an exponential: four units of 2^-24
 U = 2.0**-22
@@ -331,12 +328,15 @@ VERIFY = Op(
         Relation(name="run_to_run", axis="repeats", only=lean),
     ),
     candidates=(
-        Candidate(name="vectorised", function=f"{OPTIMIZED}:verify_rows_vectorised"),
-        Candidate(name="triton", function=f"{OPTIMIZED}:verify_rows_triton"),
+        Candidate(name="vectorised", function="deeptwin.optimized.dspark_verify:verify_rows_vectorised"),
+        Candidate(name="triton", function="deeptwin.optimized.dspark_verify:verify_rows_triton"),
     ),
     builds=(
         BuildCase(
-            name="v129280", kernel=f"{KERNELS}:_verify_rows", launch=f"{LAUNCHES}:verify", expect=NO_PRODUCT | VECTOR
+            name="v129280",
+            kernel="deeptwin.kernels.triton_ops.dspark_verify:_verify_rows",
+            launch="deeptwin.parity.builds.launches.dspark_verify:verify",
+            expect=NO_PRODUCT | VECTOR,
         ),
     ),
     mutants=(
@@ -401,10 +401,13 @@ PACK = Op(
         ),
         Relation(name="run_to_run", axis="repeats", only=lambda case: case.golden),
     ),
-    candidates=(Candidate(name="triton", function=f"{OPTIMIZED}:verify_pack_triton"),),
+    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark_verify:verify_pack_triton"),),
     builds=(
         BuildCase(
-            name="b64-j5", kernel=f"{KERNELS}:_verify_pack", launch=f"{LAUNCHES}:pack", expect=NO_PRODUCT | VECTOR
+            name="b64-j5",
+            kernel="deeptwin.kernels.triton_ops.dspark_verify:_verify_pack",
+            launch="deeptwin.parity.builds.launches.dspark_verify:pack",
+            expect=NO_PRODUCT | VECTOR,
         ),
     ),
     mutants=(
