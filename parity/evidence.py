@@ -196,6 +196,12 @@ KINDS = {
     ),
     "csa2-output": Kind(component="csa2", op="csa2_output", output="y_tm", cases=_default_cases("csa2", "csa2_output")),
     "csa2-stack": Kind(component="csa2", op="csa2_run", output="h_tm", cases=_stack_cases, kill_seeds=5),
+    "log-probabilities": Kind(
+        component="sampling",
+        op="sample_logits",
+        output="logprobs_tv",
+        cases=_default_cases("sampling", "sample_logits"),
+    ),
     "csa2-pages": Kind(component="csa2", op="csa2_run", output="page_pq", cases=_stack_cases, kill_seeds=5),
     "csa2-states": Kind(component="csa2", op="csa2_run", output="state_sq", cases=_stack_cases, kill_seeds=5),
 }

@@ -507,6 +507,10 @@ def chi_square(drawn: Tensor, prob: Tensor) -> tuple[str, float]:
 # least two units. A rounded constant (scale · log2 e) shifts every LSE alike: that is no bias of the kernel.
 LSE = Budget(kind="lse", floor=2.0, scale=1.0, row=2.5, total=2.5, element_slack=4.0, bias=1.0)
 
+# log-probabilities of a whole vocabulary: a handful of fp32 roundings at the size of the logarithm of the sum (at most
+# 12), which shift a row alike: that is no bias of the kernel. Measured: evidence/log-probabilities.json
+LOG_PROBS = Budget(kind="log-probabilities", floor=1.0, scale=16.0, row=2.0, total=2.0, bias=2.0)
+
 # fp32 weights: the error of a row is that of its few largest scores, one draw of a wide distribution on either side.
 # Far below what a lower precision does: TF32 is off by 2^13 units, bf16 weights by 2^15.
 F32_ATTENTION = Budget(

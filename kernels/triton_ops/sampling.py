@@ -54,7 +54,7 @@ def row_launch(num_columns: int, *, ascend: bool) -> RowLaunch:
         lanes = 4096 if num_columns >= 8192 else min(max(64, power), 2048)
     else:
         lanes = 2048 if num_columns >= 8192 else power
-    return RowLaunch(lanes=lanes, search=min(max(power, 16), 512), num_warps=min(max(lanes // 256, 1), 16))
+    return RowLaunch(lanes=lanes, search=min(max(power, 16), 256), num_warps=min(max(lanes // 256, 1), 16))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def philox_words(seed, subsequence, block):
     x, y = block & 0xFFFFFFFF, (block >> 32) & 0xFFFFFFFF
     z, w = subsequence & 0xFFFFFFFF, (subsequence >> 32) & 0xFFFFFFFF
     k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    for _ in tl.static_range(10):
+    for _ in range(10):
         high_a, low_a = _product(x, 0xD2511F53)
         high_b, low_b = _product(z, 0xCD9E8D57)
         x, y, z, w = high_b ^ y ^ k0, low_b, high_a ^ w ^ k1, low_a
@@ -132,6 +132,19 @@ def _drawn_lane(lane_weights, seed, subsequence, error, ASCEND: tl.constexpr):
     rho = _below(tl.where(error == 0, total, 1), seed, subsequence, ASCEND)
     lane, rho_in_lane = _fallen(lane_weights, rho)
     return lane, rho_in_lane, error
+
+
+@triton.jit
+def _quotient(a, b):
+    """a / b, rounded once: in one lane of a vector, as a quotient of scalars has no lowering for Ascend."""
+    first = tl.arange(0, 16) == 0
+    return tl.sum(tl.div_rn(tl.where(first, a, 0.0), tl.where(first, b, 1.0)), axis=0)
+
+
+@triton.jit
+def _log(x):
+    """log x, in one lane of a vector beside log 1."""
+    return tl.sum(tl.log(tl.where(tl.arange(0, 16) == 0, x, 1.0)), axis=0)
 
 
 @triton.jit
@@ -204,19 +217,19 @@ def _filter(
             above += tl.where(inside & (key > low), _weights(probs), 0)
             count_above += (inside & (key > low)).to(tl.int32)
             of_class = tl.where(inside & (key == low), tl.maximum(of_class, probs), of_class)
-        # 3. how many of the class are wanted; a quotient of vectors, as one of scalars has no lowering for Ascend
-        prob = tl.zeros([16], tl.float32) + tl.max(of_class, axis=0)
-        missing = tl.zeros([16], tl.float32) + (goal - tl.sum(above, axis=0)).to(tl.float32)
-        wanted = tl.ceil(tl.div_rn(missing * 4.656612873077393e-10, tl.where(prob > 0, prob, 1.0)))
-        wanted = tl.where(prob > 0, tl.minimum(wanted, tl.cast(num_columns, tl.float32)), 0.0)
-        room = tl.where(by_p, tl.max(wanted, axis=0).to(tl.int32), NO_COUNT)
+        # 3. how many of the class are wanted
+        prob = tl.max(of_class, axis=0)
+        missing = (goal - tl.sum(above, axis=0)).to(tl.float32) * 4.656612873077393e-10  # 2^-31
+        wanted = tl.minimum(_quotient(missing, tl.where(prob > 0, prob, 1.0)), tl.cast(num_columns, tl.float32))
+        wanted = tl.where(prob > 0, tl.ceil(wanted), 0.0)
+        room = tl.where(by_p, wanted.to(tl.int32), NO_COUNT)
         room = tl.minimum(room, tl.where(by_k, most - tl.sum(count_above, axis=0), NO_COUNT))
         # 4. the column of the last wanted one
         tied = tl.full([], 0, tl.int32)
         for start in range(0, num_columns, SEARCH):
             column = start + item
             inside = column < num_columns
-            key, _ = ordered(tl.load(logits_ptr + column, mask=inside, other=float("-inf")), inside, 32)
+            key, valid = ordered(tl.load(logits_ptr + column, mask=inside, other=float("-inf")), inside, 32)
             is_tied = (inside & (key == low)).to(tl.int32)
             nth = tied + tl.cumsum(is_tied, axis=0)
             cut = tl.maximum(cut, tl.max(tl.where((is_tied > 0) & (nth <= room), column, -1), axis=0))
@@ -292,13 +305,13 @@ def _keep_prefix(
     row = tl.program_id(0).to(tl.int64)
     logit_ptr = logits_ptr + row * stride_lt
     top_p, top_k = tl.load(top_p_ptr + row), tl.load(top_k_ptr + row)
-    low, cut, _ = _filter(
+    low, cut, active = _filter(
         logit_ptr, probs_ptr + row * stride_pt, num_columns, top_p, top_k, 0.0, 1.0, 0.0, True, SEARCH
     )
     for start in range(0, num_columns, SEARCH):
         column = start + tl.arange(0, SEARCH)
         inside = column < num_columns
-        key, _ = ordered(tl.load(logit_ptr + column, mask=inside, other=0.0), inside, 32)
+        key, valid = ordered(tl.load(logit_ptr + column, mask=inside, other=0.0), inside, 32)
         kept = (key > low) | ((key == low) & (column <= cut))
         tl.store(kept_ptr + row * num_columns + column, kept.to(tl.int8), mask=inside)
 
@@ -350,15 +363,15 @@ def _sample_logits(
         tl.store(token_ptr + row, tl.full([], -1, tl.int64))
         tl.store(error_ptr + row, error.to(tl.int32))
     else:
-        # 2. the sum of the exponentials; scalars that are divided or taken the logarithm of are vectors of one value
-        inverse = tl.max(tl.div_rn(tl.full([16], 1.0, tl.float32), tl.zeros([16], tl.float32) + temperature), axis=0)
+        # 2. the sum of the exponentials
+        inverse = _quotient(1.0, temperature)
         sums = tl.zeros([LANES], tl.float32)
         for start in range(0, num_columns, LANES):
             column = start + item
             x = tl.load(row_ptr + column, mask=column < num_columns, other=float("-inf"))
             scaled, _ = _log_prob(x, top, inverse, 0.0)
             sums += exp_of_negative(scaled)
-        log_total = tl.max(tl.log(tl.zeros([16], tl.float32) + tl.sum(sums, axis=0)), axis=0)
+        log_total = _log(tl.sum(sums, axis=0))
         # 3. filters, and the logarithm of what they leave
         low, cut, active = _filter(row_ptr, prob_ptr, num_columns, top_p, top_k, top, inverse, log_total, False, SEARCH)
         log_mass = tl.full([], 0.0, tl.float32)
@@ -370,7 +383,7 @@ def _sample_logits(
                 key, probs = _class_of(row_ptr, prob_ptr, column, inside, top, inverse, log_total, False)
                 kept = (key > low) | ((key == low) & (column <= cut))
                 sums += tl.where(kept & inside, probs, 0.0)
-            log_mass = tl.max(tl.log(tl.zeros([16], tl.float32) + tl.sum(sums, axis=0)), axis=0)
+            log_mass = _log(tl.sum(sums, axis=0))
         # 4. final probabilities, and the sum of every lane
         lane_weights = tl.zeros([LANES], tl.int64)
         for start in range(0, num_columns, LANES):

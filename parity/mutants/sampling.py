@@ -26,10 +26,10 @@ class Faults:
     block: str = "counted"  # counted, still
     layout: str = "above"  # above, below: where the stream number stands in the counter
     first_seed: bool = False
-    refusal: str = "endless"  # endless, eight, none
+    refusal: str = "endless"  # endless, eight, none, uniform (no words are refused: one is scaled)
     order: str = "lanes"  # lanes, ids, narrow
     edge: str = "below"  # below, at
-    weight: str = "floor"  # floor, nearest, float
+    weight: str = "floor"  # floor, nearest
     bad: str = "row"  # row, batch, ignored
     empty: str = "said"  # said, zero
     high_first: bool = False
@@ -43,6 +43,7 @@ class Faults:
     first_parameters: bool = False
     temperature: str = "used"  # used, ignored, late, first
     base: float = math.e
+    total: str = "wide"  # wide (fp64), forwards, backwards (fp32, in 128 lanes one after the other)
     renormalise: bool = True
     greedy: str = "drawn"  # drawn, argmax
     nan: str = "refused"  # refused, zero
@@ -95,12 +96,11 @@ def _weights(faults: Faults, prob: np.ndarray) -> list[int]:
 
 def _fall(faults: Faults, weights: list[int], rho: int) -> tuple[int, int]:
     """Where rho falls, by walking."""
-    end: Any = np.float32(0) if faults.weight == "float" else 0
+    end = 0
     for place, weight in enumerate(weights):
-        before = end
-        end = np.float32(end + np.float32(weight)) if faults.weight == "float" else end + weight
+        before, end = end, end + weight
         if rho < end or (faults.edge == "at" and rho == end and weight):
-            return place, rho - int(before)
+            return place, rho - before
     return len(weights) - 1, 0
 
 
@@ -129,6 +129,8 @@ def _pick(faults: Faults, prob: np.ndarray, stream: Iterator[int], ascend: bool)
     if ascend:
         first, second = next(stream), next(stream)
         rho = (first * WORD + second if faults.high_first else second * WORD + first) % total
+    elif faults.refusal == "uniform":
+        rho = min(int(np.float32(next(stream) * 2.0**-32) * np.float32(total)), total - 1)
     else:
         limit, tried, word = (WORD - 1) // total * total, 1, next(stream)
         while word >= limit and faults.refusal != "none" and not (faults.refusal == "eight" and tried > 8):
@@ -238,7 +240,11 @@ def _softmax(faults: Faults, x: np.ndarray, temperature: float) -> np.ndarray:
     log_base = np.float32(math.log(faults.base))
     with np.errstate(invalid="ignore"):
         scaled = np.where(np.isneginf(x), -np.inf, ((x - x.max()) * inverse).astype(np.float32)).astype(np.float32)
-    total = np.exp(scaled * log_base).sum(dtype=np.float64)
+    terms = np.exp(scaled * log_base)
+    if faults.total != "wide":
+        terms = np.pad(terms if faults.total == "forwards" else terms[::-1], (0, -len(terms) % 128))
+        terms = np.cumsum(terms.reshape(-1, 128), axis=0, dtype=np.float32)[-1]
+    total = terms.sum(dtype=np.float64 if faults.total == "wide" else np.float32)
     return (scaled - np.float32(math.log(total, faults.base))).astype(np.float32)
 
 
@@ -388,7 +394,7 @@ draw_in_the_order_of_ids = draw_with(replace(_RIGHT, order="ids"))
 draw_at_the_end_of_a_lane = draw_with(replace(_RIGHT, edge="at"))
 draw_in_1024_lanes = draw_with(replace(_RIGHT, order="narrow"))
 draw_by_rounded_weights = draw_with(replace(_RIGHT, weight="nearest"))
-draw_by_float_sums = draw_with(replace(_RIGHT, weight="float"))
+draw_by_a_float_uniform = draw_with(replace(_RIGHT, refusal="uniform"))
 draw_by_place_in_the_batch = draw_with(replace(_RIGHT, place=True))
 draw_of_the_first_seed = draw_with(replace(_RIGHT, first_seed=True))
 draw_of_a_bad_batch = draw_with(replace(_RIGHT, bad="batch"))
@@ -409,6 +415,8 @@ prefix_of_the_first_parameters = prefix_with(replace(_RIGHT, first_parameters=Tr
 prefix_of_the_union = prefix_with(replace(_RIGHT, filters="union"))
 
 right_row = row_with(_RIGHT)
+right_row_forwards = row_with(replace(_RIGHT, total="forwards"))
+right_row_backwards = row_with(replace(_RIGHT, total="backwards"))
 row_without_a_temperature = row_with(replace(_RIGHT, temperature="ignored"))
 row_cooled_after_the_filters = row_with(replace(_RIGHT, temperature="late"))
 row_in_base_two = row_with(replace(_RIGHT, base=2.0))
