@@ -440,6 +440,7 @@ PROMISED = {
     "compile gates": entries((80, 84)),
     "attention": entries((8, 11), (15, 29), (31, 37), (74, 74), (79, 79), (89, 89), (93, 95)),
     "sampling": entries((65, 68), (91, 91)),
+    "drafting": entries((36, 36), (61, 63), (90, 90)),
     "outside attention": entries((38, 60), (76, 76), (85, 85)),
 }
 
