@@ -71,12 +71,14 @@ def _verify_rows(
     has_draft = (is_fresh == 0) & (pool >= 0) & (pool < num_pool)
     token = tl.load(token_ptr + row).to(tl.int64)
     q_ptr = target_ptr + row * stride_qt
-    p_ptr = draft_ptr + pool * stride_pz
+    # no address is formed from what stands in a fresh row, masked or not
+    p_ptr = draft_ptr + tl.where(has_draft, pool, 0) * stride_pz
     # 2. the decision, in every lane the same
     lane = tl.arange(0, 16)
     known = (lane >= 0) & has_draft & (token >= 0) & (token < num_columns)
-    lq = tl.load(q_ptr + token + lane * 0, mask=known, other=float("-inf"))
-    lp = tl.load(p_ptr + token + lane * 0, mask=known, other=0.0)
+    place = tl.where(known, token, 0)
+    lq = tl.load(q_ptr + place, mask=known, other=float("-inf"))
+    lp = tl.load(p_ptr + place, mask=known, other=0.0)
     possible = known & (lq > float("-inf"))
     chance = _exp(tl.minimum(tl.where(possible, lq - lp, 0.0), 0.0))
     word = tl.load(word_ptr + row + lane * 0)

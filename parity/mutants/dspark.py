@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from deeptwin.reference.config import DraftBlock, PageLayout
+from deeptwin.reference.dspark_state import DraftConfig, DraftLayer
 
 from .csa2 import fake_e4m3
 
@@ -307,16 +307,25 @@ with_bias = _head(Head(bias=0.125))
 token_part_first = _head(Head(halves=False))
 
 
-def right_in_place(**inputs: Any) -> Tensor:
+def right_in_place(
+    embed_bjm: Tensor,
+    layers: Sequence[DraftLayer],
+    rings: Sequence[Tensor],
+    table_sr: Tensor,
+    positions_bj: Tensor,
+    slots_bj: Tensor,
+    seen_bk: Tensor,
+    *,
+    config: DraftConfig,
+) -> Tensor:
     """The kernels as production calls them: the keys of the block stay in the rings."""
     from deeptwin.optimized.dspark import draft_hidden_triton
 
-    rings = tuple(ring.clone() for ring in inputs["rings"])
-    h_bjm = draft_hidden_triton(**inputs | {"rings": rings}, in_place=True)
-    for ring, before in zip(rings, inputs["rings"], strict=True):
-        width = ring.shape[2]
-        if ring.shape[1] > 1 and inputs["config"].csa2.layout is PageLayout.INTERLEAVED:
-            moved = (ring.view(-1, width) != before.view(-1, width)).any(1).nonzero()[:, 0].tolist()
-            if not set(moved) <= set(inputs["slots_bj"].flatten().tolist()):
-                raise AssertionError(f"rings: slots {moved} changed, expected some of {inputs['slots_bj'].tolist()}")
+    own = tuple(ring.clone() for ring in rings)
+    rows = positions_bj, slots_bj, seen_bk
+    h_bjm = draft_hidden_triton(embed_bjm, layers, own, table_sr, *rows, config=config, in_place=True)
+    for ring, before in zip(own, rings, strict=True):
+        moved = (ring.flatten(0, 1) != before.flatten(0, 1)).any(1).nonzero()[:, 0].tolist()
+        if config.csa2.layout is PageLayout.INTERLEAVED and not set(moved) <= set(slots_bj.flatten().tolist()):
+            raise AssertionError(f"rings: slots {moved} changed, expected some of {slots_bj.tolist()}")
     return h_bjm
