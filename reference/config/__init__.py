@@ -48,6 +48,11 @@ from .blocks import (
     WeightSum,
     moe_v41,
 )
+from .drafting import (
+    DraftBlock,
+    DraftLossConfig,
+    StepCost,
+)
 from .dsa import (
     DsaConfig,
     IndexerRope,
@@ -138,6 +143,8 @@ __all__ = [
     "Combine",
     "CompressorConfig",
     "DRAFT_SEED_OFFSET",
+    "DraftBlock",
+    "DraftLossConfig",
     "Draw",
     "DrawUse",
     "DsaConfig",
@@ -219,6 +226,7 @@ __all__ = [
     "Scoring",
     "ShuffleStep",
     "SlidingWindow",
+    "StepCost",
     "StoreAction",
     "TokenType",
     "Truncation",
