@@ -30,7 +30,8 @@ KERNEL_TOOLS = ("__init__", "interpreter", "interpreter_probe")
 NOT_IN_THE_PARENT = ("triton", "tilelang", "tvm", "tile_kernels", "transformers", "flash_mla", "deep_gemm")
 # configurations, checks and containers: nothing that computes
 SHARED_WITH_OPTIMIZED = tuple(
-    f"deeptwin.reference.{name}" for name in ("config", "checks", "topology", "csa2_config", "csa2_state", "weights")
+    f"deeptwin.reference.{name}"
+    for name in ("config", "checks", "topology", "csa2_config", "csa2_state", "weights", "serving_checks")
 )
 SECTIONS = ("Math", "Shapes", "Rounding", "Edges", "Raises", "Source")
 HEADINGS = (
