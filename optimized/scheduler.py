@@ -18,9 +18,9 @@ from deeptwin.reference.config import (
     EngineKind,
     Fate,
     Finish,
+    ModelCost,
     RunningBatch,
     SchedulerConfig,
-    StepCost,
     StepKind,
     ToyModel,
     WaitingQueue,
@@ -204,7 +204,7 @@ def step_kinds_vectorised(ready_td: Tensor, free_td: Tensor, chosen_td: Tensor, 
 
 
 def step_flops_vectorised(
-    start_b: Tensor, end_b: Tensor, total_b: Tensor, *, is_decode: bool, keep: int, cost: StepCost
+    start_b: Tensor, end_b: Tensor, total_b: Tensor, *, is_decode: bool, keep: int, cost: ModelCost
 ) -> Tensor:
     """`reference.scheduler.step_flops`: pairs as differences of two sums in closed form.
 

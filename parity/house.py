@@ -14,7 +14,7 @@ UNPAIRED = ("block", "model", "checkpoint", "accounting", "muon", "load_bias", "
 SUPPORT = (
     *("numerics", "config", "presets", "checks", "weights", "layouts", "images", "cache_plan"),
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
-    *("serving_checks", "toy_model"),
+    *("serving_checks", "toy_model", "byte_grammar", "grammar_text", "grammar_json"),
 )
 
 

@@ -17,9 +17,9 @@ from .config import (
     Fate,
     Finish,
     LayerCost,
+    ModelCost,
     RunningBatch,
     SchedulerConfig,
-    StepCost,
     StepKind,
     ToyModel,
     WaitingQueue,
@@ -228,7 +228,7 @@ def step_kinds(ready_td: Tensor, free_td: Tensor, chosen_td: Tensor, *, config: 
 
 
 def step_flops(
-    start_b: Tensor, end_b: Tensor, total_b: Tensor, *, is_decode: bool, keep: int, cost: StepCost
+    start_b: Tensor, end_b: Tensor, total_b: Tensor, *, is_decode: bool, keep: int, cost: ModelCost
 ) -> Tensor:
     """FP8-equivalent operations of the rows [start, end) of every request.
 

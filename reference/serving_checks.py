@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import expect_dtype, expect_in_range, expect_shape
-from .config import RunningBatch, SchedulerConfig, WaitingQueue
+from .config import GrammarRequest, RunningBatch, SchedulerConfig, Vocabulary, WaitingQueue
 
 INT_LIMIT = 2**31 - 1
 
@@ -84,3 +84,50 @@ def expect_spans(start_b: Tensor, end_b: Tensor, total_b: Tensor, keep: int) -> 
         raise ValueError(f"total_b: expected totals from {end_b.tolist()} on, got {total_b.tolist()}")
     if keep < 0:
         raise ValueError(f"keep: expected a number from 0 on, got {keep}")
+
+
+def expect_tokens(token_n: Tensor) -> None:
+    """Raise unless these are the tokens of one output."""
+    expect_shape("token_n", token_n, "n", {})
+    expect_dtype("token_n", token_n, torch.int32)
+
+
+def expect_drafts(emitted_sj: Tensor, draft_sg: Tensor) -> None:
+    """Raise unless emitted tokens and drafts belong to the same steps, and nothing was emitted before the first."""
+    dims: dict[str, int] = {}
+    expect_shape("emitted_sj", emitted_sj, "sj", dims)
+    expect_dtype("emitted_sj", emitted_sj, torch.int32)
+    expect_shape("draft_sg", draft_sg, "sg", dims)
+    expect_dtype("draft_sg", draft_sg, torch.int32)
+    if dims["s"] and (emitted_sj[0] >= 0).any():
+        raise ValueError(f"emitted_sj: expected no token before the first step, got {emitted_sj[0].tolist()}")
+
+
+def expect_request(request: GrammarRequest, vocabulary: Vocabulary) -> None:
+    """Raise unless the trigger and the bound token are in the vocabulary."""
+    tokens = (*request.trigger, *(() if request.bound is None else (request.bound,)))
+    if any(token >= len(vocabulary.tokens) for token in tokens):
+        raise ValueError(f"request: expected tokens below {len(vocabulary.tokens)}, got {tokens}")
+
+
+def expect_masks_shape(logits_tv_: Tensor, mask_yjw: Tensor, first_y: Tensor, length_y: Tensor) -> None:
+    """The part of `expect_masks` that reads no values."""
+    dims: dict[str, int] = {}
+    expect_shape("logits_tv_", logits_tv_, "tv", dims)
+    expect_dtype("logits_tv_", logits_tv_, torch.float32)
+    expect_shape("mask_yjw", mask_yjw, "yjw", dims)
+    expect_dtype("mask_yjw", mask_yjw, torch.int32)
+    for name, column in {"first_y": first_y, "length_y": length_y}.items():
+        expect_shape(name, column, "y", dims)
+        expect_dtype(name, column, torch.int32)
+
+
+def expect_masks(logits_tv_: Tensor, mask_yjw: Tensor, first_y: Tensor, length_y: Tensor) -> None:
+    """Raise unless every request's rows lie in the batch."""
+    expect_masks_shape(logits_tv_, mask_yjw, first_y, length_y)
+    rows = len(logits_tv_)
+    expect_in_range("length_y", length_y, 0, rows + 1)
+    expect_in_range("first_y", first_y, -1, rows + 1)
+    if (first_y + length_y > rows).any():
+        spans = list(zip(first_y.tolist(), length_y.tolist(), strict=True))
+        raise ValueError(f"length_y: expected rows inside of {rows}, got firsts and lengths {spans}")

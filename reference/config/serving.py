@@ -224,7 +224,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCost:
+class ModelCost:
     """What a step of a model computes: its layers, and the head on the rows whose logits are asked for."""
 
     layers: tuple[LayerCost, ...]
