@@ -750,7 +750,9 @@ def _serve(
         if _last_kind(votes, config) is StepKind.PROMPT:
             votes, chosen = [], prompts
         else:
-            chosen = [rank.scheduler.decode_step(rank.state, step) for rank in ranks]
+            # requests that ended in the queue, or never fit, have left it even if nobody was chosen
+            states = [rank.state if plan.items else state for rank, (state, plan) in zip(ranks, prompts, strict=True)]
+            chosen = [rank.scheduler.decode_step(state, step) for rank, state in zip(ranks, states, strict=True)]
         for rank, (state, plan) in zip(ranks, chosen, strict=True):
             rank.run(plan, state)
             watch(rank, plan)

@@ -105,11 +105,13 @@ class VoteCase:
     all_interval: int
     any_interval: int
     work: float = 0.8
+    ids: int = 40
     regime: str = "normal"  # full: pools around the limit
 
     @property
     def id(self) -> str:
-        return f"t{self.steps}-d{self.ranks}-i{self.all_interval}x{self.any_interval}-w{self.work}-{self.regime}"
+        votes = f"i{self.all_interval}x{self.any_interval}-w{self.work}-p{self.ids}"
+        return f"t{self.steps}-d{self.ranks}-{votes}-{self.regime}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +280,8 @@ def draw_queue(case: QueueCase, rng: np.random.Generator) -> Inputs:
         image_wi=_int32(image),
     )
     config = replace(config, cp_size=case.cp_size, chunked=case.chunked)
+    if case.regime == "large":
+        config = replace(config, num_blocks=5)
     return {"queue": queue, "free": case.free, "running": case.running, "config": config}
 
 
@@ -301,6 +305,7 @@ def draw_votes(case: VoteCase, rng: np.random.Generator) -> Inputs:
     shape = (case.steps, case.ranks)
     free = rng.integers(2, 7, shape) if case.regime == "full" else rng.integers(5, 40, shape)
     config = replace(BASE, ranks=case.ranks, all_interval=case.all_interval, any_interval=case.any_interval)
+    config = replace(config, num_blocks=case.ids)
     return {
         "ready_td": torch.from_numpy(rng.random(shape) < case.work),
         "free_td": _int32(free),
@@ -353,22 +358,24 @@ def draw_cost(case: CostCase, rng: np.random.Generator) -> Inputs:
 def cases_streams(full: bool) -> list[StreamCase]:
     """Both schedules × fixed and scheduled verification, pools, ranks, chunks, draft counts and qualities, aborts."""
     base = StreamCase(requests=5)
+    in_flight = replace(base, asynchronous=True)
     found = [
-        replace(base, asynchronous=a, scheduled=s, pool=p)
-        for a in (False, True)
-        for s, p in ((False, "roomy"), (False, "tight"), (True, "tight"))
-    ]
-    found += [
+        base,
+        replace(in_flight, pool="tight"),
         replace(base, requests=9, regime="together", tokens=9),
-        replace(base, requests=9, regime="together", tokens=9, asynchronous=True, budget=40),
-        replace(base, gamma=0, asynchronous=True, pool="tight"),
-        replace(base, gamma=5, asynchronous=True, quality=100),
+        replace(in_flight, regime="long"),
+        in_flight,
+        replace(base, pool="tight"),
+        replace(base, scheduled=True, pool="tight"),
+        replace(in_flight, scheduled=True, pool="tight"),
+        replace(in_flight, requests=9, regime="together", tokens=9, budget=40),
+        replace(in_flight, gamma=0, pool="tight"),
+        replace(in_flight, gamma=5, quality=100),
         replace(base, gamma=3, quality=0, scheduled=True),
-        replace(base, ranks=2, asynchronous=True, requests=7, pool="tight"),
+        replace(in_flight, ranks=2, requests=7, pool="tight"),
         replace(base, cp_size=2, budget=8),
-        replace(base, abort="some", asynchronous=True, pool="tight"),
+        replace(in_flight, abort="some", pool="tight"),
         replace(base, abort="some", ranks=3),
-        replace(base, regime="long", asynchronous=True),
         replace(base, requests=1, prompt=1, tokens=1),
         replace(base, requests=0),
     ]
@@ -387,6 +394,7 @@ def cases_streams(full: bool) -> list[StreamCase]:
 def cases_queue(full: bool) -> list[QueueCase]:
     """Regimes × engines, aligned chunks, each limit alone, an empty queue."""
     base = QueueCase(waiting=6, budget=40)
+    prompt = replace(base, engine="prompt")
     found = [
         replace(base, regime=r, engine=e, draw=n)
         for r in ("normal", "images", "boundaries", "ended", "unready", "large")
@@ -398,7 +406,10 @@ def cases_queue(full: bool) -> list[QueueCase]:
     found += [replace(base, regime="images", engine="prompt", budget=b) for b in (13, 19, 61)]
     found += [replace(base, budget=200, max_requests=n, engine="prompt") for n in (1, 2, 3)]
     found += [replace(base, budget=37, max_requests=3, engine="prompt", regime="boundaries", draw=n) for n in range(3)]
-    found += [replace(base, budget=200, free=n) for n in (0, 7)] + [replace(base, budget=200, max_keys=50)]
+    found += [replace(base, budget=200, free=0), replace(base, budget=200, max_keys=50)]
+    found += [replace(prompt, budget=200, max_keys=60, draw=n) for n in range(3)]
+    found += [replace(prompt, budget=200, free=7, draw=n) for n in range(3)]
+    found += [replace(base, budget=7, free=n, draw=n) for n in (1, 2, 3)]
     found += [replace(base, chunked=False, draw=n) for n in range(2)] + [replace(base, waiting=0)]
     if full:
         found += [replace(c, draw=n) for c in tuple(found) for n in range(3, 12)]
@@ -419,7 +430,8 @@ def cases_running(full: bool) -> list[RunningCase]:
 def cases_votes(full: bool) -> list[VoteCase]:
     """The released intervals, short ones, one that divides the other, pools at the limit."""
     base = VoteCase(steps=60, ranks=3, all_interval=4, any_interval=7)
-    found = [base, replace(base, regime="full", work=1.0), replace(base, ranks=1), replace(base, work=0.2)]
+    found = [base, replace(base, ranks=1), replace(base, work=0.2)]
+    found += [replace(base, regime="full", work=1.0, ids=n) for n in (40, 41)]
     found += [replace(base, all_interval=2, any_interval=4, work=0.5), replace(base, all_interval=70, any_interval=100)]
     found += [replace(base, steps=0), replace(base, all_interval=1, any_interval=1), replace(base, work=0.05)]
     found += [replace(base, steps=450, all_interval=70, any_interval=100, work=0.6)]
@@ -441,7 +453,7 @@ def cases_cost(full: bool) -> list[CostCase]:
 
 def still(case: StreamCase) -> bool:
     """An aborted request has got more or less, as time went."""
-    return case.abort == "none" and case.requests <= 5 and case.pool == "tight"
+    return case.abort == "none" and case.requests == 5 and case.scheduled and case.pool == "tight"
 
 
 def other_chunks(inputs: Inputs, context: Context) -> Iterator[Variant]:

@@ -163,7 +163,9 @@ class _RejectedKept(Scheduler):
         state = super().settle(state, plan, results)
         for item in plan.items:
             if plan.kind is StepKind.DECODE and item.id in state.running:
-                state = state.put(replace(state.requests[item.id], committed=before[item.id] + item.rows))
+                request = state.requests[item.id]
+                kept = min(before[item.id] + item.rows, len(request.tokens))
+                state = state.put(replace(request, committed=kept))
         return state
 
 
@@ -171,6 +173,7 @@ class _StopAtTheEnd(Scheduler):
     def append(
         self, state: EngineState, request: Request, tokens: Sequence[int], *, stored: bool = False
     ) -> EngineState:
+        tokens = tokens[: request.max_tokens + request.prompt - len(request.tokens)]
         if self.eos in tokens[:-1]:
             known = (*request.tokens, *tokens[:-1])
             request = replace(request, tokens=known, committed=request.committed + stored * (len(tokens) - 1))
@@ -204,9 +207,10 @@ class _ChunkSampled(Scheduler):
 
 class _FreedTwice(Scheduler):
     def end(self, state: EngineState, request_id: int, finish: Finish) -> EngineState:
-        again = state.requests[request_id].blocks
+        again = state.requests[request_id].blocks[:1]
         state = super().end(state, request_id, finish)
-        return replace(state, free=(*state.free, *again))
+        # the pool stays as large as it was: the block given out next also waits at the end
+        return replace(state, free=(*again, *state.free[len(again) :]))
 
 
 class _FreedAndKept(Scheduler):
