@@ -388,7 +388,7 @@ def alone(inputs: Inputs, call: CallFn, context: Context) -> Iterator[tuple[str,
 
 def middling(case: Any) -> bool:
     """Relations make many calls."""
-    return getattr(case, "vocabulary", "bytes") == "bytes" and getattr(case, "columns", 0) <= 400
+    return getattr(case, "grammar", "words") in ("words", "list", "sum") and getattr(case, "columns", 0) <= 400
 
 
 MASKS = Op(
