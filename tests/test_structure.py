@@ -33,7 +33,7 @@ SHARED_WITH_OPTIMIZED = tuple(
     f"deeptwin.reference.{name}"
     for name in (
         *("config", "checks", "topology", "csa2_config", "csa2_state", "dsa_state"),
-        *("v4_state", "v4_weights", "mtp_weights", "weights", "dspark_state"),
+        *("v4_state", "v4_weights", "mtp_weights", "weights", "dspark_state", "serving_checks"),
     )
 )
 SECTIONS = ("Math", "Shapes", "Rounding", "Edges", "Raises", "Source")
