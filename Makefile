@@ -13,7 +13,7 @@ export OPENBLAS_NUM_THREADS := 1
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test check gate ascend compile clean
+.PHONY: setup demo test check gate ascend compile peers clean
 
 setup: $(STAMP)
 
@@ -22,7 +22,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[triton,tilelang,test,peers,vision,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[triton,tilelang,test,peers,vision,engine,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python tile-kernels==2.1.0
 	touch $@
 
@@ -45,7 +45,11 @@ ascend: $(STAMP)
 compile: ascend
 	$(BIN)/deeptwin compile --require sm90 --require sm100 --require ascend950
 
-test: check compile
+# whole tiny models of transformers, stage by stage
+peers: $(STAMP)
+	$(BIN)/python -m deeptwin.parity.peer_table
+
+test: check compile peers
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/deeptwin gate
 	$(BIN)/deeptwin mutants

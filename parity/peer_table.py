@@ -2,8 +2,8 @@
 
 A row stands for one kind of stage over all layers: how far the two are apart at most, at the 99.9 % quantile, in fp32
 units of the larger of element and row, and relatively over all. Each model runs in one pass, by cached steps there and
-without a cache here, and once more with epsilons that show (hc_eps 0.05, rms_norm_eps 0.03). The result is written to
-`evidence/peers.json`; the command fails if a stage lies beyond `LIMIT` or a discrete choice differs.
+without a cache here, and once more with epsilons that show (hc_eps 0.05, rms_norm_eps 0.03). The command fails if a
+stage lies beyond `LIMIT` or a discrete choice differs; `--write` keeps the result in `evidence/peers.json`.
 """
 
 from __future__ import annotations
@@ -156,16 +156,20 @@ def show(console: Console, found: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare the named models (default all), print and record; 1 if something lies beyond the limit."""
+    """Compare the named models (default all) and print; 1 if something lies beyond the limit."""
     parser = argparse.ArgumentParser(prog="python -m deeptwin.parity.peer_table", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"one of {', '.join(MODELS)}")
-    chosen = parser.parse_args(arguments).models or list(MODELS)
+    parser.add_argument("--write", action="store_true", help="record the result; needs all models")
+    given = parser.parse_args(arguments)
+    chosen = given.models or list(MODELS)
     unknown = set(chosen) - set(MODELS)
     if unknown:
         parser.error(f"expected one of {', '.join(MODELS)}, got {', '.join(sorted(unknown))}")
+    if given.write and set(chosen) != set(MODELS):
+        parser.error("--write needs all models")
     found, console = table(chosen), Console()
     show(console, found)
-    if set(chosen) == set(MODELS):
+    if given.write:
         write_json(RECORD, {"tokens": TOKENS, "limit": LIMIT, "environment": facts("cpu"), "models": found})
     beyond = failures(found)
     for line in beyond:
