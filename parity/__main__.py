@@ -561,7 +561,7 @@ def compile_command(
         bool, typer.Option("--cache/--no-cache", help="Build only what changed since it was last built here.")
     ] = True,
     full: Annotated[
-        bool, typer.Option("--full", help="Run every default case on the lowered Ascend kernels, not three of each.")
+        bool, typer.Option("--full", help="Run every default case on the lowered Ascend kernels, not two of each.")
     ] = False,
     update: Annotated[bool, typer.Option("--update", help="Record the numbers in golden/records/ARCH/.")] = False,
     json_path: JsonPath = None,

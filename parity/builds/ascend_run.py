@@ -145,7 +145,7 @@ SCALARS: dict[str, Any] = {
     "fp32": ctypes.c_float,
     "fp64": ctypes.c_double,
 }
-SAMPLE = 3  # cases of one operation that run by default: lowering one takes seconds
+SAMPLE = 2  # cases of one operation that run by default: lowering one takes seconds
 SPARE_BYTES = 1 << 16  # for the two buffers that only the chip uses
 
 

@@ -621,13 +621,6 @@ PREFILL = Op(
             expect={"sm100": Expect(mma="tcgen05")},
         ),
         BuildCase(
-            name="tilelang-h128-d512",
-            dsl="tilelang",
-            kernel="deeptwin.kernels.tilelang_ops.sparse_attn:attend_program",
-            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:sm100_h128_d512",
-            expect={"sm100": Expect(mma="tcgen05")},
-        ),
-        BuildCase(
             name="tilelang-h128-d576",
             dsl="tilelang",
             kernel="deeptwin.kernels.tilelang_ops.sparse_attn:attend_program",
@@ -723,13 +716,6 @@ DECODE = Op(
             kernel="deeptwin.kernels.triton_ops.split_softmax:_combine_splits",
             launch="deeptwin.parity.builds.launches.sparse_attn:decode_h128_d576",
             expect=NO_PRODUCT | VECTOR,
-        ),
-        BuildCase(
-            name="tilelang-h64-d512",
-            dsl="tilelang",
-            kernel="deeptwin.kernels.ascend_ops.sparse_attn:sparse_attn_decode_program",
-            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:ascend_h64_d512",
-            expect={"ascend950-simd": Expect(mma="cube")},
         ),
         BuildCase(
             name="tilelang-h64-d576",

@@ -12,13 +12,6 @@ def sm100_h64_d512() -> Any:
     return attend_program(64, 512, 512, has_length=False, has_sink=True)
 
 
-def sm100_h128_d512() -> Any:
-    """V4-Pro: 128 heads, two tiles of them, sink and lengths."""
-    from deeptwin.kernels.tilelang_ops.sparse_attn import attend_program
-
-    return attend_program(128, 512, 512, has_length=True, has_sink=True)
-
-
 def sm100_h128_d576() -> Any:
     """V3.2: keys of 576 channels, values of 512, no sink."""
     from deeptwin.kernels.tilelang_ops.sparse_attn import attend_program
@@ -31,13 +24,6 @@ def sm90_h128_d576() -> Any:
     from deeptwin.kernels.tilelang_ops.sparse_attn_sm90 import attend_program
 
     return attend_program(128, 576, 512, has_length=True, has_sink=True)
-
-
-def ascend_h64_d512() -> Any:
-    """V4.1 decode: 64 heads, sink and lengths."""
-    from deeptwin.kernels.ascend_ops.sparse_attn import sparse_attn_decode_program
-
-    return sparse_attn_decode_program(64, 512, 512, has_length=True, has_sink=True)
 
 
 def ascend_h64_d576() -> Any:
