@@ -34,7 +34,10 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]
 OWN = "deeptwin.parity.parallel_runs"
 SCENARIOS = tuple(
     f"{OWN}:{name}"
-    for name in ("context_parallel", "bounded_replay", "expert_parallel", "data_parallel", "moving_experts")
+    for name in (
+        *("context_parallel", "merged_keys", "bounded_replay"),
+        *("expert_parallel", "data_parallel", "moving_experts"),
+    )
 )
 
 
@@ -47,10 +50,13 @@ class Setup:
     device: str = "cpu"  # "cuda": rank r has device r
     limit_s: float = 60.0
     seed: int = 0
+    repeats: int = 1  # how often each scenario runs; every run must give the bytes of the first
 
     def __post_init__(self) -> None:
         if self.world < 1:
             raise ValueError(f"world: expected at least 1, got {self.world}")
+        if self.repeats < 1:
+            raise ValueError(f"repeats: expected at least 1, got {self.repeats}")
         if not self.limit_s > 0:
             raise ValueError(f"limit_s: expected a positive number, got {self.limit_s}")
 
@@ -179,16 +185,20 @@ def _member(rank: int, scenarios: list[str], setup: Setup, meeting: str, answers
     group = Group(rank=rank, world=setup.world, device=device, seed=setup.seed)
     try:
         for name in scenarios:
-            _play(name, group, answers)
+            _play(name, group, answers, setup.repeats)
     finally:
         dist.destroy_process_group()
 
 
-def _play(name: str, group: Group, answers: Any) -> None:
+def _play(name: str, group: Group, answers: Any, repeats: int) -> None:
     """One scenario; every rank says what is wrong with its own pairs, rank 0 answers for all."""
     try:
         pairs = resolve(name)(group)
-        problem = next(filter(None, (_difference(key, *pair) for key, pair in pairs.items())), "")
+        problems = [_difference(key, *pair) for key, pair in pairs.items()]
+        for run_number in range(1, repeats):
+            again = resolve(name)(group)
+            problems += [_difference(f"{key}, run {run_number}", again[key][0], pairs[key][0]) for key in pairs]
+        problem = next(filter(None, problems), "")
         wrong = group.gathered(torch.tensor([[bool(problem)]], device=group.device)).flatten().tolist()
     except Exception:
         answers.put(Report(scenario=name, compared=0, problem=f"rank {group.rank}: {traceback.format_exc(limit=-4)}"))

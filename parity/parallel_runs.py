@@ -28,7 +28,9 @@ from deeptwin.reference.router import map_replicas
 from deeptwin.reference.weights import ExpertWeights
 
 from . import draws
+from .card import Inputs, load_card
 from .distributed import Group, Pairs
+from .oracles import OracleSet
 
 EXPERTS, TOPK, MODEL, INNER = 8, 3, 128, 64
 HEADS, DIM = 2, 32
@@ -85,6 +87,8 @@ class Habits:
     padding_routed: bool = False  # placeholder rows of idle ranks go to experts
     next_rank: bool = False  # a row goes to the slot of the next rank, whatever it holds
     shared_late: bool = True  # copies of received weights are made after they arrive
+    lse_base_2: bool = False  # partial results are merged as if their LSE were in base 2
+    split_by_mates: bool = False  # where the keys are cut depends on the batch
 
 
 RIGHT = Habits()
@@ -126,6 +130,70 @@ def context_parallel(group: Group, habits: Habits = RIGHT) -> Pairs:
         "attention": (out, alone),
         "padding rows": (shard[own < 0], torch.zeros_like(shard[own < 0])),
     }
+
+
+def merged_keys(group: Group, habits: Habits = RIGHT) -> Pairs:
+    """Every rank holds a part of the keys of each query; partial results are merged by their LSE, natural logarithms.
+
+    The merge is compared bit by bit with one rank that makes the same parts, alone and beside other queries; the whole
+    list at once sums in another order and is compared within the budget of fp32 attention.
+    """
+    do, dtype = Arithmetic.of(group), torch.float32
+    tokens, keys = 4, 96
+    rng = group.rng("merged")
+    q_thd = draws.normal(rng, tokens, HEADS, DIM, dtype=dtype).to(group.device)
+    kv_sd = draws.normal(rng, keys, DIM, dtype=dtype).to(group.device)
+    sink_h = draws.normal(rng, HEADS, dtype=dtype).to(group.device)
+    seen_t = torch.tensor([keys, 1, 0, 50])
+
+    def part(rank: int, q: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and LSE of one rank's keys: every world-th block of eight."""
+        blocks = group.world + (habits.split_by_mates and len(q) == 1)
+        place = torch.arange(keys)
+        idx = torch.where((place < seen[:, None]) & (place // 8 % blocks % group.world == rank), place, -1)
+        idx = idx.to(torch.int32).to(group.device)
+        out, lse = do.sparse_attn(q, kv_sd, idx, None, None, scale=DIM**-0.5, value_dim=DIM, dtype=dtype)
+        return out.to(dtype), lse.to(dtype)
+
+    def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """In the order of the ranks; a part without keys has LSE −inf and no weight."""
+        unit = 0.6931471805599453 if habits.lse_base_2 else 1.0
+        lse = torch.stack([lse for _, lse in parts]) * unit
+        total = torch.logaddexp(lse.logsumexp(0), sink_h)
+        weight = torch.exp(lse - total)
+        return sum((w[..., None] * out for w, (out, _) in zip(weight, parts, strict=True)), torch.zeros_like(q_thd[:1]))
+
+    out, lse = part(group.rank, q_thd, seen_t)
+    packed = group.gathered(torch.cat([out, lse[..., None]], -1)).view(group.world, tokens, HEADS, DIM + 1)
+    together = merged([(one[..., :DIM], one[..., DIM]) for one in packed])
+    alone = merged([part(rank, q_thd, seen_t) for rank in range(group.world)])
+    single = [
+        merged([part(rank, q_thd[t : t + 1], seen_t[t : t + 1]) for rank in range(group.world)]) for t in range(tokens)
+    ]
+    place = torch.arange(keys)
+    whole = {
+        "q_thd": q_thd.cpu(),
+        "kv_sd": kv_sd.cpu(),
+        "idx_tk": torch.where(place < seen_t[:, None], place, -1).to(torch.int32),
+        "sink_h": sink_h.cpu(),
+        "topk_length_t": None,
+        "scale": DIM**-0.5,
+        "value_dim": DIM,
+        "dtype": dtype,
+    }
+    return {
+        "merged": (together, alone),
+        "queries alone": (together, torch.cat(single)),
+        "within the budget of one list": _within_budget(together.cpu(), whole),
+    }
+
+
+def _within_budget(out_thu: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Whether the card of sparse attention passes an output; a pair like the others."""
+    op = load_card("sparse_attn").op("sparse_attn")
+    output = op.outputs[0]
+    judgement = output.rule_for(out_thu.dtype).judge(out_thu, OracleSet(op, inputs).of(output))
+    return torch.tensor([judgement.ok]), torch.tensor([True])
 
 
 def bounded_replay(group: Group, habits: Habits = RIGHT) -> Pairs:

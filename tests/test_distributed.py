@@ -20,12 +20,14 @@ def test_every_scenario_is_bit_equal(world: int) -> None:
     found = run(SCENARIOS, Setup(world=world))
     assert [report.problem for report in found] == [""] * len(SCENARIOS)
     assert [report.scenario for report in found if report.ok] == list(SCENARIOS)
-    assert sum(report.compared for report in found) == 14
+    assert sum(report.compared for report in found) == 17
 
 
 FAULTS = (
     "shards_in_reverse",
     "padding_attends",
+    "merged_in_base_2",
+    "cut_by_mates",
     "kept_rows_of_rank_0",
     "combined_by_arrival",
     "combined_by_rank",
@@ -43,7 +45,14 @@ def test_every_fault_is_seen() -> None:
     assert all("bytes differ" in report.problem for report in found[:-1])
     assert found[-1] == Report(scenario=f"{WRONG}:compares_nothing", compared=0)
     untried = {name for name, value in vars(wrong).items() if getattr(value, "__module__", "") == WRONG} - {*FAULTS}
-    assert untried == {"dies", "raises", "never_ends"}
+    assert untried == {"dies", "raises", "never_ends", "other_bytes_next_time"}
+
+
+def test_runs_that_give_other_bytes_are_seen() -> None:
+    (once,) = run([f"{WRONG}:other_bytes_next_time"], Setup(world=2))
+    (twice,) = run([f"{WRONG}:other_bytes_next_time"], Setup(world=2, repeats=2))
+    assert once.ok
+    assert "run 1" in twice.problem
 
 
 @pytest.mark.parametrize(("name", "reason"), [("dies", "exit status 7"), ("raises", "no memory")])
@@ -66,6 +75,7 @@ def test_a_process_that_hangs_is_ended() -> None:
     [
         ({"world": 0}, "world: expected at least 1, got 0"),
         ({"world": 2, "limit_s": 0.0}, "limit_s: expected a positive"),
+        ({"world": 2, "repeats": 0}, "repeats: expected at least 1, got 0"),
     ],
 )
 def test_bad_setups_are_refused(sizes: dict[str, float], message: str) -> None:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from ..distributed import Group, Pairs
-from ..parallel_runs import Habits, bounded_replay, context_parallel, data_parallel, expert_parallel, moving_experts
+from ..parallel_runs import (
+    Habits,
+    bounded_replay,
+    context_parallel,
+    data_parallel,
+    expert_parallel,
+    merged_keys,
+    moving_experts,
+)
 
 
 def shards_in_reverse(group: Group) -> Pairs:
@@ -14,6 +22,16 @@ def shards_in_reverse(group: Group) -> Pairs:
 def padding_attends(group: Group) -> Pairs:
     """U58: padding rows see a key."""
     return context_parallel(group, Habits(padding_attends=True))
+
+
+def merged_in_base_2(group: Group) -> Pairs:
+    """U03: partial results are weighed as if their LSE were in base 2."""
+    return merged_keys(group, Habits(lse_base_2=True))
+
+
+def cut_by_mates(group: Group) -> Pairs:
+    """U73: where a query's keys are cut depends on the batch."""
+    return merged_keys(group, Habits(split_by_mates=True))
 
 
 def kept_rows_of_rank_0(group: Group) -> Pairs:
@@ -44,6 +62,20 @@ def placeholders_routed(group: Group) -> Pairs:
 def shared_too_early(group: Group) -> Pairs:
     """U36: weights are copied within a rank before they have arrived."""
     return moving_experts(group, Habits(shared_late=False))
+
+
+runs: dict[str, int] = {}
+
+
+def other_bytes_next_time(group: Group) -> Pairs:
+    """U10: right once, and off by the last bit when it runs again."""
+    runs["count"] = runs.get("count", 0) + 1
+    pairs = context_parallel(group)
+    if runs["count"] == 1:
+        return pairs
+    return {
+        name: (got + 1, expected + 1) if got.numel() else (got, expected) for name, (got, expected) in pairs.items()
+    }
 
 
 def dies(group: Group) -> Pairs:
