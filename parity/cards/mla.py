@@ -21,6 +21,7 @@ from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..pairing import every_pair
 from ..peers.mla import TINY
 from ..relations import CallFn, Context, Pick, Variant, join_rows, pick_rows, take
 from ..rules import ATTENTION, LSE, MLA_BLOCK, Bitwise, Close
@@ -306,7 +307,7 @@ def cases_prefill(full: bool) -> list[PrefillCase]:
     if full:
         found += [
             _with(base, tokens=t, before=s, heads=5, regime=r)
-            for t, s, r in product((1, 2, 7, 128, 129), (0, 1, 63, 64, 65), REGIMES)
+            for t, s, r in every_pair((1, 2, 7, 128, 129), (0, 1, 63, 64, 65), REGIMES)
         ]
         found += [PrefillCase(tokens=2, before=126, heads=128, dim=192, value_dim=128, regime=r) for r in REGIMES]
     return list({case.id: case for case in found}.values())
@@ -334,7 +335,7 @@ def cases_decode(full: bool) -> list[DecodeCase]:
     ]
     if full:
         found += [
-            _with(base, page=p, tokens=t, regime=r) for p, t, r in product((1, 2, 61, 64, 128), (1, 2, 3), REGIMES)
+            _with(base, page=p, tokens=t, regime=r) for p, t, r in every_pair((1, 2, 61, 64, 128), (1, 2, 3), REGIMES)
         ]
         found += [
             DecodeCase(requests=3, tokens=2, heads=128, dim=576, value_dim=512, longest=2100, page=64, regime=r)
@@ -388,8 +389,8 @@ def cases_block(full: bool) -> list[BlockCase]:
     if full:
         found += [
             BlockCase(config=config, text=name, dtype=dtype, regime=regime)
-            for config, name, dtype, regime in product(
-                ("v3", "v3_uneven"), texts.TEXTS, ("bf16", "fp32"), ("normal", "peaked")
+            for config, name, dtype, regime in every_pair(
+                ("v3", "v3_uneven"), tuple(texts.TEXTS), ("bf16", "fp32"), ("normal", "peaked")
             )
         ]
         found += [_with(base, config=name, regime=r) for name, r in product(CONFIGS, REGIMES)]

@@ -18,6 +18,7 @@ from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
+from ..pairing import every_pair
 from ..relations import Context, Variant, row_chunks
 from ..rules import ATTENTION, LSE, TWO_CACHES, Close
 
@@ -172,7 +173,7 @@ def cases(full: bool) -> list[SparseCase]:
     ]
     if full:
         found += [
-            _with(base, regime=r, topk=k, sink=s) for r, k, s in product(REGIMES, (63, 64, 129), ("normal", "none"))
+            _with(base, regime=r, topk=k, sink=s) for r, k, s in every_pair(REGIMES, (63, 64, 129), ("normal", "none"))
         ]
         found += [
             SparseCase(tokens=2, heads=64, dim=512, value_dim=512, keys=1400, topk=640, regime=r) for r in REGIMES
@@ -424,7 +425,7 @@ def cases_pair_decode(full: bool) -> list[PairCase]:
     if full:
         found += [
             _pair(base, regime=r, layout=y, main_format=f, dtype=d)
-            for r, y, f, d in product(REGIMES, ("interleaved", "sectioned"), ("fp4", "fp8"), ("bf16", "fp32"))
+            for r, y, f, d in every_pair(REGIMES, ("interleaved", "sectioned"), ("fp4", "fp8"), ("bf16", "fp32"))
         ]
         found += [
             PairCase(
