@@ -214,12 +214,13 @@ def draw_select(case: V4Case, rng: np.random.Generator) -> Inputs:
 
 def contract_scores(arguments: dict[str, Any]) -> Tensor:
     """The scores that CONTRACT selects by."""
-    names = ("x_tm", "latent_ta", "weights", "table_sr", "positions_t")
-    config, index_pow = arguments["config"], arguments["index_pow"].cpu()
+    x_tm, latent_ta, weights = arguments["x_tm"], arguments["latent_ta"], arguments["weights"]
+    table_sr, positions_t, config = arguments["table_sr"], arguments["positions_t"], arguments["config"]
+    index_pow = arguments["index_pow"].cpu()
     every = torch.arange(index_pow.shape[0] * index_pow.shape[1])
     keys = load_records(index_pow, every, layout=SECTIONED, dtype=torch.float32, num=CONTRACT)
-    slots = entry_slots(arguments["positions_t"], arguments["table_tp"], config=config)
-    return csa_scores(*(arguments[n] for n in names), keys, slots, config=config, num=CONTRACT)
+    slots = entry_slots(positions_t, arguments["table_tp"], config=config)
+    return csa_scores(x_tm, latent_ta, weights, table_sr, positions_t, keys, slots, config=config, num=CONTRACT)
 
 
 # relation hooks

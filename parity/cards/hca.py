@@ -240,7 +240,7 @@ SLIDING_WHOLE = _whole_op(
 
 
 def _run_op(name: str, triton: str, cases: Any, outputs: tuple[Output, ...], **rest: Any) -> Op:
-    relations = (
+    relations: tuple[Relation, ...] = (
         Relation(name="chunk_invariant", axis="steps", hook=other_schedules, only=single),
         Relation(name="batch_invariant", axis="packed sequences", hook=alone, only=packed),
     )
