@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from deeptwin.reference.numerics import CONTRACT, RIVAL
-
 from .card import Op, case_rng, load_card, resolve
 from .environment import facts, fixed_numerics
 from .files import write_json
@@ -357,9 +355,10 @@ def measure_top_k(seeds: int) -> dict[str, Any]:
 
 
 def measure_v4_scores(seeds: int) -> dict[str, Any]:
-    """R9 behind honest queries: how far RIVAL moves a score of V4's indexer, as a share of 1 + the row's largest.
+    """R9 behind honest queries: how far a last bit of V4's latents moves a score, as a share of 1 + the row's largest.
 
-    A score left out may exceed a chosen one by two such movements.
+    One channel of the query latent goes to the next bf16 number. A score left out may exceed a chosen one by
+    two such movements. RIVAL moves none of 800 scores.
     """
     from .cards.csa import cases_select, honest_scores
 
@@ -369,7 +368,9 @@ def measure_v4_scores(seeds: int) -> dict[str, Any]:
     for case in cases:
         for seed in range(seeds):
             inputs = op.draw(case, case_rng("csa", op.name, case.id, 5000 + seed))
-            ours, theirs = (honest_scores(inputs, num=num).double() for num in (CONTRACT, RIVAL))
+            latent = inputs["latent_ta"].clone()
+            latent.view(torch.int16)[:, seed] += 1
+            ours, theirs = (honest_scores(i).double() for i in (inputs, inputs | {"latent_ta": latent}))
             seen = ours.isfinite()
             largest = torch.where(seen, ours, 0.0).abs().amax(1, keepdim=True)
             move = torch.where(seen, ((theirs - ours) / (1 + largest)).abs(), 0.0)
