@@ -423,8 +423,8 @@ def golden_run() -> list[V4Case]:
     return [replace(CSA, lengths=(5,), schedule="mixed")]
 
 
-# index scores behind honest queries: one last bit of a latent moves codes of e2m1, and with them a score by up to 0.021 of
-# the largest (20 seeds, 800 scores, evidence/v4-scores.json); the crossing is one and a half such movements. Right
+# index scores behind honest queries: one last bit of a latent moves codes of e2m1, and with them a score by up to 0.021
+# of the largest (20 seeds, 800 scores, evidence/v4-scores.json); the crossing is one and a half such movements. Right
 # selections cross by nothing (200 judgements, evidence/v4-select.json)
 SELECTED = Selected(rule=TopK(scores="scores_tj", ties="any", crossing=2.0**-5, ascending=True), scores=honest_scores)
 
