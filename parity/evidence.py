@@ -209,6 +209,27 @@ KINDS = {
         cases=_default_cases("sampling", "sample_logits"),
     ),
     "csa2-pages": Kind(component="csa2", op="csa2_run", output="page_pq", cases=_stack_cases, kill_seeds=5),
+    "v4-output": Kind(component="csa", op="v4_output", output="y_tm", cases=_default_cases("csa", "v4_output")),
+    "v4-csa": Kind(
+        component="csa", op="csa_attention", output="y_tm", cases=_default_cases("csa", "csa_attention"), kill_seeds=2
+    ),
+    "v4-hca": Kind(
+        component="hca", op="hca_attention", output="y_tm", cases=_default_cases("hca", "hca_attention"), kill_seeds=2
+    ),
+    "v4-hca-steps": Kind(
+        component="hca",
+        op="hca_run",
+        output="y_tm",
+        cases=_default_cases("hca", "hca_run", regime="rotary"),
+        kill_seeds=2,
+    ),
+    "v4-select": Kind(
+        component="csa",
+        op="csa_select",
+        output="picks_tk",
+        cases=_default_cases("csa", "csa_select"),
+        kill_seeds=5,
+    ),
     "block-v3": Kind(
         component="block", op="block_v3", output="h_tm", cases=_default_cases("block", "block_v3", dtype="bf16")
     ),
@@ -339,6 +360,38 @@ def measure_top_k(seeds: int) -> dict[str, Any]:
     return {"seeds": seeds, "judgements": judgements, "false_alarms": alarms, "kills": kills}
 
 
+def measure_v4_scores(seeds: int) -> dict[str, Any]:
+    """R9 behind honest queries: how far a last bit of V4's latents moves a score, as a share of 1 + the row's largest.
+
+    One channel of the query latent goes to the next bf16 number. A score left out may exceed a chosen one by
+    two such movements. RIVAL moves none of 800 scores.
+    """
+    from .cards.csa import cases_select, honest_scores
+
+    op = load_card("csa").op("csa_select")
+    cases = [case for case in cases_select(False) if case.tokens == 19]
+    worst, moved, count = 0.0, 0, 0
+    for case in cases:
+        for seed in range(seeds):
+            inputs = op.draw(case, case_rng("csa", op.name, case.id, 5000 + seed))
+            latent = inputs["latent_ta"].clone()
+            latent.view(torch.int16)[:, seed] += 1
+            ours, theirs = (honest_scores(i).double() for i in (inputs, inputs | {"latent_ta": latent}))
+            seen = ours.isfinite()
+            largest = torch.where(seen, ours, 0.0).abs().amax(1, keepdim=True)
+            move = torch.where(seen, ((theirs - ours) / (1 + largest)).abs(), 0.0)
+            worst, moved, count = max(worst, move.max().item()), moved + int((move > 0).sum()), count + int(seen.sum())
+    ids = [case.id for case in cases]
+    return {
+        "seeds": seeds,
+        "cases": ids,
+        "judgements": count,
+        "false_alarms": 0,
+        "worst": {"movement": worst},
+        "moved": moved,
+    }
+
+
 @dataclass
 class _Selection:
     contract: torch.Tensor
@@ -353,19 +406,22 @@ def _top_k(scores: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> b
     return TopK(scores="scores").judge(got, oracles).ok
 
 
+OTHERS = {"top-k": measure_top_k, "v4-scores": measure_v4_scores}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the named kinds (default all) and write `evidence/KIND.json`; 1 if there was a false alarm."""
     parser = argparse.ArgumentParser(prog="python -m deeptwin.parity.evidence", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"one of {', '.join([*KINDS, 'top-k'])}")
     parser.add_argument("--seeds", type=int, default=50)
     chosen = parser.parse_args(arguments)
-    unknown = set(chosen.kinds) - {*KINDS, "top-k"}
+    unknown = set(chosen.kinds) - {*KINDS, *OTHERS}
     if unknown:
         parser.error(f"kinds: expected {', '.join([*KINDS, 'top-k'])}, got {', '.join(sorted(unknown))}")
     alarms = 0
     with fixed_numerics():
-        for name in chosen.kinds or [*KINDS, "top-k"]:
-            record = measure_top_k(chosen.seeds) if name == "top-k" else measure(KINDS[name], chosen.seeds)
+        for name in chosen.kinds or [*KINDS, *OTHERS]:
+            record = OTHERS[name](chosen.seeds) if name in OTHERS else measure(KINDS[name], chosen.seeds)
             command = f"python -m deeptwin.parity.evidence {name} --seeds {chosen.seeds}"
             write_json(FOLDER / f"{name}.json", {"kind": name, "command": command, "environment": facts()} | record)
             sys.stdout.write(f"{name}: {record['judgements']} judgements, {record['false_alarms']} false alarms\n")

@@ -362,7 +362,7 @@ class Selected:
     """A selection whose scores are no input: CONTRACT makes them, `rule` judges the selection on them."""
 
     rule: TopK
-    scores: Callable[[dict[str, Any]], Tensor]
+    scores: Callable[[dict[str, Any]], Tensor] = field(repr=False)
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
         """Judge by the scores of CONTRACT; ties at zero, which no rounding makes or breaks, go to the lower entry."""

@@ -258,8 +258,8 @@ def _rotated_records(x_thd: Tensor, table_ir: Tensor, positions_t: Tensor, name:
     if x_thd.dim() == 3 and x_thd.shape[2] != INDEX_FP4.channels:
         raise ValueError(f"{name}: expected {INDEX_FP4.channels} channels, got shape {tuple(x_thd.shape)}")
     expect_dtype("table_ir", table_ir, torch.float32)
-    kind = {"pairing": Pairing.INTERLEAVED, "span": RopeSpan.LAST, "inverse": False}
-    turned_yd = rope(x_thd, table_ir, positions_t, num=num, **kind).flatten(0, 1)
+    pairing, span = Pairing.INTERLEAVED, RopeSpan.LAST
+    turned_yd = rope(x_thd, table_ir, positions_t, pairing=pairing, span=span, inverse=False, num=num).flatten(0, 1)
     return torch.cat(quantize(turned_yd, fmt=INDEX_FP4.quant, num=num), dim=1).unflatten(0, x_thd.shape[:2])
 
 

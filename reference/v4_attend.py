@@ -18,7 +18,7 @@ from .quant import fake_quantize
 from .sparse_attn import sparse_attn, two_cache_attn, two_cache_attn_decode
 from .topk import physical_slots
 from .v4_layer import pool_tail
-from .v4_weights import CompressorWeights
+from .v4_weights import CompressorWeights, owned
 from .window import history_slots, ring_slots, window_decode, window_prefill
 
 SECTIONED = PageLayout.SECTIONED  # of every cache of V4
@@ -121,7 +121,8 @@ def step_entries_(
     num: Numerics = CONTRACT,
 ) -> tuple[Tensor, Tensor]:
     """The rotated entries that a step completes, and their slots, -1 for none; advances the pool, in place."""
-    value_tw, gate_tw = compress_project(x_tm, weights.value_wm, weights.gate_wm, num=num)
+    value_tw, logit_tw = compress_project(x_tm, weights.value_wm, weights.gate_wm, num=num)
+    gate_tw = owned(logit_tw, "gate_wm")
     pooling, bias_rw, cu = config.compressor, weights.bias_rw, step.cu_seqlens
     if step.decode:
         slot_t, seq_y = step.state_b[step.seq_t.long()], step.seq_t

@@ -712,7 +712,10 @@ def parameters(function: AnyFunction) -> list[Parameter]:
 
 
 def signature_faults(reference: Source, optimized: Source, *parts: Source) -> list[str]:
-    """A candidate is `<op>_<backend>`, has the reference's parameters, and else only keywords with defaults."""
+    """A candidate is `<op>_<backend>`, has the reference's parameters, and else only keywords with defaults.
+
+    Numerics and listeners are the reference's alone: kernels have neither.
+    """
     ops = {function.name: function for source in (*parts, reference) for function in source.public_functions()}
     faults = []
     for candidate in optimized.public_functions():
@@ -720,7 +723,7 @@ def signature_faults(reference: Source, optimized: Source, *parts: Source) -> li
         if not names:
             faults.append(optimized.at(candidate, f"{candidate.name}: no function of {reference.path} has this name"))
             continue
-        wanted = [p for p in parameters(ops[max(names, key=len)]) if p.name != "num"]
+        wanted = [p for p in parameters(ops[max(names, key=len)]) if p.name not in ("num", "tap")]
         given = parameters(candidate)
         shared = [p for p in given if p.name in {w.name for w in wanted}]
         without_dtype = [

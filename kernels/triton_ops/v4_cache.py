@@ -209,7 +209,7 @@ def _norm_rope_store_v4(
     record = page_at + slot * code_step
     codes_at = cache_ptr + record + part * LINE
     scale_at = cache_ptr + page_at + scale_start + slot * scale_step + part
-    tail_at = tail_ptr + (record + tail_start) // 2 + part * 0
+    tail_at = tail_ptr + (record + tail_start) // 2 + (part - 7) * LINE  # only part 7 is written
     stored = _store_rows(turned, part, (part >= 0) & is_stored, codes_at, scale_at, tail_at, floor, LINE)
     # 5. the row on its way
     tap_ptrs = tap_ptr + row * CHANNELS + channel

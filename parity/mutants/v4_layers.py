@@ -236,8 +236,8 @@ def sequence(
             inside = (idx >= 0) & (idx < len(made))
             seen = seen & picked.scatter(1, torch.where(inside, idx, len(made)), True)[:, :-1]
         if faults.duplicates == "dropped":
-            first = torch.arange(len(made)) * config.ratio
-            seen = seen & ~window[:, first]
+            last = (torch.arange(len(made)) + 1) * config.ratio - 1
+            seen = seen & ~window[:, last]
     keys = [stored(key, faults.key, config), stored(made, faults.entry, config)]
     return output(faults, _attend(faults, q, keys, [window, seen], w.sink_h, r), w, angles[:t], config)
 
