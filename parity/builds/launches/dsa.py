@@ -13,15 +13,7 @@ from deeptwin.optimized.dsa import (
     sparse_mla_triton,
 )
 from deeptwin.optimized.kv_cache import load_records_triton, store_records_triton
-from deeptwin.reference.config import (
-    FP8_1X128_POW2,
-    INDEX_FP8_POW2,
-    KV_V32_FMLA,
-    DsaConfig,
-    PageLayout,
-    RecordFormat,
-    RopeConfig,
-)
+from deeptwin.reference.config import INDEX_FP8_POW2, KV_V32_FMLA, PageLayout, RopeConfig
 
 from ...peers.dsa import TINY
 
@@ -40,19 +32,8 @@ def _int32(*shape: int) -> torch.Tensor:
 
 def keys() -> None:
     """Index keys of a chunk."""
-    _keys(128, CONFIG)
-
-
-def narrow_keys() -> None:
-    """Index keys of 32 channels, half of which rotate."""
-    mla = replace(_MLA, rope=replace(_MLA.rope, rope_dim=16))
-    key = RecordFormat(name="narrow", channels=32, quant=replace(FP8_1X128_POW2, group=32))
-    _keys(32, replace(TINY, mla=mla, index_dim=32, index_key=key))
-
-
-def _keys(dim: int, config: DsaConfig) -> None:
-    table, positions = torch.empty(POSITIONS, config.mla.rope.rope_dim), torch.empty(TOKENS, dtype=torch.int64)
-    dsa_index_keys_triton(_bf16(TOKENS, dim), _bf16(dim), _bf16(dim), table, positions, config=config)
+    table, positions = torch.empty(POSITIONS, 64), torch.empty(TOKENS, dtype=torch.int64)
+    dsa_index_keys_triton(_bf16(TOKENS, 128), _bf16(128), _bf16(128), table, positions, config=CONFIG)
 
 
 def scores() -> None:
