@@ -14,7 +14,7 @@ from deeptwin.reference.config import DsaConfig, IndexerRope, MscaleRule, PageLa
 from deeptwin.reference.dsa_state import DsaState, DsaWeights
 from deeptwin.reference.weights import Latents
 
-from .kv_cache import WIDE, wide_record
+from .kv_cache import WIDE, _wide_record
 from .linear import linear_triton
 from .quant import quantize_triton
 from .rms_norm import rms_norm_triton
@@ -214,7 +214,7 @@ def sparse_mla_triton(
     expect_positive("scale", scale)
     from deeptwin.kernels.triton_ops import sparse_mla as kernels
 
-    record = wide_record(fmt, PageLayout.INTERLEAVED)
+    record = _wide_record(fmt, PageLayout.INTERLEAVED)
     return kernels.sparse_mla(
         q_thd, cache_pow, idx_tk, topk_length_t, scale=scale, record=record, launch=launch, out=out
     )
@@ -250,7 +250,7 @@ def _by_way_of_records(rows_td: Tensor, config: DsaConfig) -> Tensor:
 
     fmt = config.latent
     assert fmt is not None
-    record = wide_record(fmt, PageLayout.INTERLEAVED)
+    record = _wide_record(fmt, PageLayout.INTERLEAVED)
     page_pow = torch.empty(1, len(rows_td), fmt.record_bytes, dtype=torch.uint8, device=rows_td.device)
     slots_t = torch.arange(len(rows_td), dtype=torch.int32, device=rows_td.device)
     wide_records.store_wide(page_pow, rows_td, slots_t, record=record)

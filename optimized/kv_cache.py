@@ -35,7 +35,7 @@ def store_records_triton(
     if fmt.tail or fmt.quant.scale in WIDE:
         from deeptwin.kernels.triton_ops import wide_records
 
-        return wide_records.store_wide(cache_pow_, x_td, slots_t, record=wide_record(fmt, layout))
+        return wide_records.store_wide(cache_pow_, x_td, slots_t, record=_wide_record(fmt, layout))
     from deeptwin.kernels.triton_ops import kv_cache
 
     return kv_cache.store_records(cache_pow_, x_td, slots_t, record=_record(fmt, layout))
@@ -64,7 +64,7 @@ def load_records_triton(
     if fmt.tail or fmt.quant.scale in WIDE:
         from deeptwin.kernels.triton_ops import wide_records
 
-        return wide_records.load_wide(cache_pow, slots_t, record=wide_record(fmt, layout), dtype=dtype, out=out)
+        return wide_records.load_wide(cache_pow, slots_t, record=_wide_record(fmt, layout), dtype=dtype, out=out)
     from deeptwin.kernels.triton_ops import kv_cache
 
     return kv_cache.load_records(cache_pow, slots_t, record=_record(fmt, layout), dtype=dtype, out=out)
@@ -115,7 +115,7 @@ def norm_rope_store_triton(
             slots_t,
             eps=store.eps,
             tap=store.tap.value,
-            record=wide_record(fmt, store.layout),
+            record=_wide_record(fmt, store.layout),
         )
     from deeptwin.kernels.triton_ops import kv_cache
 
@@ -146,7 +146,7 @@ def _record(fmt: RecordFormat, layout: PageLayout) -> Record:
     )
 
 
-def wide_record(fmt: RecordFormat, layout: PageLayout) -> WideRecord:
+def _wide_record(fmt: RecordFormat, layout: PageLayout) -> WideRecord:
     """What the kernels have to know of records with fp32 scales or a tail."""
     from deeptwin.kernels.triton_ops.wide_records import WideRecord
 
