@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_records, expect_shape
-from deeptwin.reference.config import DsaConfig, IndexerRope, MscaleRule, Pairing, RopeSpan, ScaleKind
+from deeptwin.reference.config import DsaConfig, IndexerRope, MscaleRule, PageLayout, Pairing, RopeSpan
 from deeptwin.reference.dsa_state import DsaState, DsaWeights
 from deeptwin.reference.weights import Latents
 
+from .kv_cache import WIDE, _wide_record
 from .linear import linear_triton
 from .quant import quantize_triton
 from .rms_norm import rms_norm_triton
@@ -194,12 +195,15 @@ def sparse_mla_triton(
             buffer has another shape.
         TypeError: queries are not bfloat16, the cache is not uint8, indices or lengths are not int32, or an `out`
             buffer has another dtype.
-        NotImplementedError: rows are not contiguous, or pages do not begin at multiples of four bytes.
+        NotImplementedError: scales are no fp32 numbers, rows are not contiguous, or pages do not begin at multiples of
+            four bytes.
     """
     dims: dict[str, int] = {}
     fmt = expect_records("cache_pow", cache_pow, {})
     if not fmt.tail:
         raise ValueError(f"cache_pow: expected records with a bf16 tail, got those of {fmt.name}")
+    if fmt.quant.scale not in WIDE:
+        raise NotImplementedError(f"cache_pow: expected records with fp32 scales, got those of {fmt.name}")
     expect_shape("q_thd", q_thd, "thd", dims | {"d": fmt.width})
     expect_dtype("q_thd", q_thd, torch.bfloat16)
     expect_shape("idx_tk", idx_tk, "tk", {"t": q_thd.shape[0]})
@@ -209,9 +213,8 @@ def sparse_mla_triton(
         expect_dtype("topk_length_t", topk_length_t, torch.int32)
     expect_positive("scale", scale)
     from deeptwin.kernels.triton_ops import sparse_mla as kernels
-    from deeptwin.kernels.triton_ops.wide_records import WideRecord
 
-    record = WideRecord(channels=fmt.channels, group=fmt.quant.group, tail=fmt.tail)
+    record = _wide_record(fmt, PageLayout.INTERLEAVED)
     return kernels.sparse_mla(
         q_thd, cache_pow, idx_tk, topk_length_t, scale=scale, record=record, launch=launch, out=out
     )
@@ -247,13 +250,7 @@ def _by_way_of_records(rows_td: Tensor, config: DsaConfig) -> Tensor:
 
     fmt = config.latent
     assert fmt is not None
-    record = wide_records.WideRecord(
-        channels=fmt.channels,
-        group=fmt.quant.group,
-        tail=fmt.tail,
-        pow2=fmt.quant.scale is ScaleKind.POW2_F32,
-        amax_floor=fmt.quant.amax_floor,
-    )
+    record = _wide_record(fmt, PageLayout.INTERLEAVED)
     page_pow = torch.empty(1, len(rows_td), fmt.record_bytes, dtype=torch.uint8, device=rows_td.device)
     slots_t = torch.arange(len(rows_td), dtype=torch.int32, device=rows_td.device)
     wide_records.store_wide(page_pow, rows_td, slots_t, record=record)

@@ -27,19 +27,15 @@ def store_records_triton(
     Raises:
         TypeError: the cache is not uint8, x_td is not bf16, fp16 or fp32, slots are no integers.
         ValueError: shapes disagree; no format has records of w bytes; `fmt` is no writer of w bytes.
-        NotImplementedError: records have fp32 scales or tails, and pages do not begin at multiples of four bytes.
+        NotImplementedError: records have fp32 scales, or a tail alone, and pages do not begin at multiples of four
+            bytes, or of two.
     """
     fmt = expect_writer("cache_pow_", cache_pow_, fmt)
     _check_rows(cache_pow_, x_td, slots_t, fmt, {})
-    if fmt.quant.scale in WIDE:
+    if fmt.tail or fmt.quant.scale in WIDE:
         from deeptwin.kernels.triton_ops import wide_records
 
         return wide_records.store_wide(cache_pow_, x_td, slots_t, record=_wide_record(fmt, layout))
-    if fmt.tail:
-        from deeptwin.kernels.triton_ops import v4_cache
-
-        floor, sectioned = fmt.quant.amax_floor, layout is PageLayout.SECTIONED
-        return v4_cache.store_v4(cache_pow_, x_td, slots_t, floor=floor, sectioned=sectioned)
     from deeptwin.kernels.triton_ops import kv_cache
 
     return kv_cache.store_records(cache_pow_, x_td, slots_t, record=_record(fmt, layout))
@@ -58,21 +54,17 @@ def load_records_triton(
     Raises:
         TypeError: the cache is not uint8, slots are no integers, dtype is not bf16, fp16 or fp32, `out` has another.
         ValueError: shapes disagree; no format has records of w bytes; `out` does not fit.
-        NotImplementedError: records have fp32 scales or tails, and pages do not begin at multiples of four bytes.
+        NotImplementedError: records have fp32 scales, or a tail alone, and pages do not begin at multiples of four
+            bytes, or of two.
     """
     fmt = expect_records("cache_pow", cache_pow, {})
     _check_integers("slots_t", slots_t, {})
     if dtype not in STORAGE:
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
-    if fmt.quant.scale in WIDE:
+    if fmt.tail or fmt.quant.scale in WIDE:
         from deeptwin.kernels.triton_ops import wide_records
 
         return wide_records.load_wide(cache_pow, slots_t, record=_wide_record(fmt, layout), dtype=dtype, out=out)
-    if fmt.tail:
-        from deeptwin.kernels.triton_ops import v4_cache
-
-        sectioned = layout is PageLayout.SECTIONED
-        return v4_cache.load_v4(cache_pow, slots_t, sectioned=sectioned, dtype=dtype, out=out)
     from deeptwin.kernels.triton_ops import kv_cache
 
     return kv_cache.load_records(cache_pow, slots_t, record=_record(fmt, layout), dtype=dtype, out=out)
@@ -96,9 +88,13 @@ def norm_rope_store_triton(
             positions or slots are no integers.
         ValueError: shapes disagree; no format has records of w bytes, or `store.fmt` is no writer of them; r is odd or
             above d.
+        NotImplementedError: records have fp32 scales; they have a tail, and the table does not turn exactly that or
+            pages do not begin at multiples of two bytes.
     """
     dims: dict[str, int] = {}
     fmt = expect_writer("cache_pow_", cache_pow_, store.fmt)
+    if fmt.quant.scale in WIDE:
+        raise NotImplementedError(f"cache_pow_: expected records with scales of one byte, got those of {fmt.name}")
     _check_rows(cache_pow_, x_td, slots_t, fmt, dims)
     expect_shape("weight_d", weight_d, "d", dims)
     expect_dtype("weight_d", weight_d, *STORAGE)
@@ -118,9 +114,8 @@ def norm_rope_store_triton(
             positions_t,
             slots_t,
             eps=store.eps,
-            floor=fmt.quant.amax_floor,
-            sectioned=store.layout is PageLayout.SECTIONED,
             tap=store.tap.value,
+            record=_wide_record(fmt, store.layout),
         )
     from deeptwin.kernels.triton_ops import kv_cache
 
@@ -152,13 +147,15 @@ def _record(fmt: RecordFormat, layout: PageLayout) -> Record:
 
 
 def _wide_record(fmt: RecordFormat, layout: PageLayout) -> WideRecord:
+    """What the kernels have to know of records with fp32 scales or a tail."""
     from deeptwin.kernels.triton_ops.wide_records import WideRecord
 
     return WideRecord(
         channels=fmt.channels,
         group=fmt.quant.group,
         tail=fmt.tail,
-        pow2=fmt.quant.scale is ScaleKind.POW2_F32,
+        pad=fmt.pad,
+        scale=fmt.quant.scale.value,
         amax_floor=fmt.quant.amax_floor,
         sectioned=layout is PageLayout.SECTIONED,
     )

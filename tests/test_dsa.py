@@ -505,6 +505,8 @@ def test_kernels_decline_and_refuse_buffers() -> None:
     askew = torch.zeros(2 * 4 * 656 + 1, dtype=torch.uint8)[1:].view(2, 4, 656)
     raises(NotImplementedError, "cache_pow", {"cache_pow": askew}, MLA, sparse_mla_triton)
     raises(NotImplementedError, "q_thd", {"q_thd": draw(1, 2, 576, 3).mT}, MLA, sparse_mla_triton)
+    of_v4 = torch.zeros(1, 4, 584, dtype=torch.uint8)
+    raises(NotImplementedError, "cache_pow", {"cache_pow": of_v4}, MLA, sparse_mla_triton)
     apart = torch.zeros(2 * 4 * 132 + 1, dtype=torch.uint8)[1:].view(2, 4, 132)
     raises(NotImplementedError, "cache_pow", {"cache_pow": apart}, PAGED, dsa_index_scores_paged_triton)
     strided = {"k_sd": torch.zeros(3, 256, dtype=torch.uint8)[:, ::2].view(E4M3)}

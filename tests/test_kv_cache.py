@@ -478,6 +478,20 @@ def test_wide_records_are_refused() -> None:
         store_records_triton(askew, normal(1, 576), torch.tensor([0]), layout=INTERLEAVED, fmt=KV_V32_FMLA)
     with pytest.raises(NotImplementedError, match=r"^cache_pow: "):
         load_records_triton(askew, torch.tensor([0]), layout=INTERLEAVED)
+    cache, store = (
+        torch.zeros(1, 2, 656, dtype=torch.uint8),
+        FusedStore(eps=1e-6, layout=INTERLEAVED, tap=RecordTap.NONE, fmt=KV_V32_FMLA),
+    )
+    with pytest.raises(NotImplementedError, match=r"^cache_pow_: expected records with scales of one byte"):
+        norm_rope_store_triton(
+            cache,
+            normal(1, 576),
+            torch.ones(576),
+            torch.zeros(1, 64),
+            torch.tensor([0]),
+            torch.tensor([0]),
+            store=store,
+        )
     with pytest.raises(ValueError, match=r"^records_tw: expected w=656"):
         unpack_records(torch.zeros(1, 132, dtype=torch.uint8), fmt=KV_V32_FMLA)
     with pytest.raises(TypeError, match=r"^records_tw: "):

@@ -366,7 +366,7 @@ def index_scores_paged(
     """
     (t, h, d), (p, o, _), j = q_thd.shape, cache_pow.shape, table_tj.shape[1]
     _require_codes(q_thd=q_thd)
-    byte_pw, float_pw, _ = wide_views("cache_pow", cache_pow)
+    byte_pw, float_pw, _ = wide_views("cache_pow", cache_pow, align=4)
     scores_ts = output_buffer(out, (t, j * o), torch.float32, q_thd)
     if not t * j * o:
         return scores_ts

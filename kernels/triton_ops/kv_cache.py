@@ -230,6 +230,44 @@ def _normed(x_ptr, weight_ptr, column, stride_xd, stride_w, rstd):
 
 
 @triton.jit
+def turned_row(
+    x_ptr,
+    weight_ptr,
+    table_ptr,
+    position,
+    num_positions,
+    stride_xd,
+    stride_w,
+    stride_ts,
+    stride_tr,
+    width,
+    eps,
+    CHANNELS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """A row, a group to a line: which channels, normalised ones, and those with the last ROTARY rotated."""
+    # statistics: the sum is one-dimensional, so its order is that of the width alone
+    x = tl.load(x_ptr + tl.arange(0, CHANNELS).to(tl.int64) * stride_xd).to(tl.float32)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps)
+    # every channel and the other one of its pair
+    part = tl.arange(0, CHANNELS // GROUP)
+    channel = part[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    own = _normed(x_ptr, weight_ptr, channel.to(tl.int64), stride_xd, stride_w, rstd)
+    other = _normed(x_ptr, weight_ptr, (channel ^ 1).to(tl.int64), stride_xd, stride_w, rstd)
+    # a position outside the table gives NaN instead of a stray read
+    is_turned = channel >= CHANNELS - ROTARY
+    is_known = is_turned & (position >= 0) & (position < num_positions)
+    pair = ((channel - (CHANNELS - ROTARY)) // 2).to(tl.int64)
+    table_ptrs = table_ptr + position * stride_ts + pair * stride_tr
+    cos = tl.load(table_ptrs, mask=is_known, other=float("nan"))
+    sin = tl.load(table_ptrs + (ROTARY // 2) * stride_tr, mask=is_known, other=float("nan"))
+    other = tl.where(channel % 2 == 0, other, other * -1.0)
+    rotated = difference_of_products(own, cos, other, sin).to(tl.bfloat16).to(tl.float32)
+    return channel, own, tl.where(is_turned, rotated, own)
+
+
+@triton.jit
 def _norm_rope_store(
     x_ptr,
     weight_ptr,
@@ -264,28 +302,27 @@ def _norm_rope_store(
     GROUP_BYTES: tl.constexpr,
     TAP: tl.constexpr,
 ):
-    # 1. statistics of the row; the sum is one-dimensional, so its order is that of the width alone
+    # 1. the row, normalised and rotated
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_xt
-    x = tl.load(x_ptr + tl.arange(0, CHANNELS).to(tl.int64) * stride_xd).to(tl.float32)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps)
-    # 2. every channel and the other one of its pair, a group to a line
-    part = tl.arange(0, CHANNELS // GROUP)
-    channel = part[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    own = _normed(x_ptr, weight_ptr, channel.to(tl.int64), stride_xd, stride_w, rstd)
-    other = _normed(x_ptr, weight_ptr, (channel ^ 1).to(tl.int64), stride_xd, stride_w, rstd)
-    # 3. rotation of the last channels; a position outside the table gives NaN instead of a stray read
     position = tl.load(positions_ptr + row * stride_p).to(tl.int64)
-    is_turned = channel >= CHANNELS - ROTARY
-    is_known = is_turned & (position >= 0) & (position < num_positions)
-    pair = ((channel - (CHANNELS - ROTARY)) // 2).to(tl.int64)
-    table_ptrs = table_ptr + position * stride_ts + pair * stride_tr
-    cos = tl.load(table_ptrs, mask=is_known, other=float("nan"))
-    sin = tl.load(table_ptrs + (ROTARY // 2) * stride_tr, mask=is_known, other=float("nan"))
-    other = tl.where(channel % 2 == 0, other, other * -1.0)
-    rotated = difference_of_products(own, cos, other, sin).to(tl.bfloat16).to(tl.float32)
-    turned = tl.where(is_turned, rotated, own)
-    # 4. codes and scales
+    channel, own, turned = turned_row(
+        x_ptr + row * stride_xt,
+        weight_ptr,
+        table_ptr,
+        position,
+        num_positions,
+        stride_xd,
+        stride_w,
+        stride_ts,
+        stride_tr,
+        width,
+        eps,
+        CHANNELS,
+        ROTARY,
+        GROUP,
+    )
+    # 2. codes and scales
+    part = tl.arange(0, CHANNELS // GROUP)
     slot = tl.load(slots_ptr + row * stride_s).to(tl.int64)
     is_stored = (slot >= 0) & (slot < num_entries)
     page_at, slot = _place(slot, is_stored, page_slots, stride_page)
@@ -295,7 +332,7 @@ def _norm_rope_store(
     stored = _store_groups(
         turned, all_stored, codes_at, scale_at, floor, CHANNELS // GROUP, GROUP, MAX, PACKED, E4M3_SCALE
     )
-    # 5. the row on its way
+    # 3. the row on its way
     tap_ptrs = tap_ptr + row * CHANNELS + channel
     if TAP == "norm":
         tl.store(tap_ptrs, own.to(tl.bfloat16))

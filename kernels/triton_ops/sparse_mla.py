@@ -158,7 +158,7 @@ def sparse_mla(
     require_value_dim(record.channels)
     require_rows("q_thd", q_thd)
     require_rows("idx_tk", idx_tk)
-    views = wide_views("cache_pow", cache_pow)
+    views = wide_views("cache_pow", cache_pow, align=record.align)
     out_thu, lse_th = attention_outputs(out, (num_tokens, num_heads, record.channels), q_thd)
     require_runnable("q_thd", q_thd)
     if num_tokens == 0:

@@ -16,7 +16,7 @@ import triton.language as tl
 from . import require_runnable
 from .quant import ue8m0_value
 from .split_softmax import LOG2_E, LOWEST, arch_of, finish_rows, require_rows
-from .v4_cache import bf16_view
+from .wide_records import wide_views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +334,7 @@ def two_cache_attn(
 
 def _tails(name: str, pages: torch.Tensor, kind: str) -> torch.Tensor:
     """A bf16 view of pages with tails; any others stand for themselves and are not read."""
-    return bf16_view(name, pages) if kind == "v4" else pages
+    return wide_views(name, pages, align=2)[2] if kind == "v4" else pages
 
 
 def require_page(name: str, pages: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
-"""Records with fp32 scales and a bf16 tail (V3.2: 656 and 132 bytes): quantise and store, load and dequantise.
+"""Records with fp32 scales or a bf16 tail (V3.2: 656 and 132 bytes, V4: 584): quantise and store, load and dequantise.
 
-Codes are made and read as integers, scales and tails through fp32 and bf16 views of the same bytes, so pages have to
-begin at multiples of four bytes. Nothing is summed: bytes do not depend on the batch, the launch or the device.
+Codes are made and read as integers, fp32 scales and tails through views of the same bytes, so pages have to begin at
+multiples of four bytes, or of two if scales are bytes. Nothing is summed: what is stored does not depend on the batch,
+the launch or the device.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .kv_cache import _e4m3_byte, _place
-from .quant import output_buffer, store_scale
-from .two_cache import e4m3_value
+from .kv_cache import _e4m3_byte, _e4m3_value, _place, _scale_byte
+from .quant import output_buffer, store_scale, ue8m0_value
+
+E4M3_MAX = tl.constexpr(448.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +35,25 @@ class WideRecord:
     channels: int
     group: int
     tail: int
+    pad: int = 0  # zero bytes behind the scales
     sectioned: bool = False
-    pow2: bool = False  # the writer rounds scales up to a power of two
+    scale: str = "f32"  # f32, pow2_f32 (the writer rounds up to a power of two; readers need not know), ue8m0
     amax_floor: float = 0.0  # of the writer
 
     @property
+    def align(self) -> int:
+        """What pages begin at a multiple of."""
+        return 2 if self.scale == "ue8m0" else 4
+
+    @property
+    def lines(self) -> int:
+        """Groups of a record and what rounds them up to a power of two."""
+        return triton.next_power_of_2(self.channels // self.group + self.pad)
+
+    @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of a record."""
-        return 4 * (self.channels // self.group)
+        """Bytes of the scales of a record and of their pad."""
+        return (1 if self.scale == "ue8m0" else 4) * (self.channels // self.group) + self.pad
 
     def places(self, slots: int) -> tuple[int, int, int, int]:
         """Bytes from one record's codes to the next, where scales begin, bytes to the next scales, where tails do."""
@@ -53,7 +66,19 @@ class WideRecord:
 
 def wide_launch(record: WideRecord) -> WideLaunch:
     """About 2048 channels a program, whatever the number of rows and the device."""
-    return WideLaunch(rows=max(1, 2048 // record.channels))
+    return WideLaunch(rows=max(1, 2048 // (record.lines * record.group)))
+
+
+@triton.jit
+def _leave_scales(amax, floor, part, at, is_stored, GROUPS: tl.constexpr, PAD: tl.constexpr, SCALE: tl.constexpr):
+    """Write the scales of groups, and zeros behind them; returns the fp32 values of the scales."""
+    if SCALE == "ue8m0":
+        byte = tl.where(part < GROUPS, _scale_byte(amax, floor, E4M3_MAX, False), 0)
+        tl.store(at, byte.to(tl.uint8), mask=is_stored & (part < GROUPS + PAD))
+        scale = ue8m0_value(byte)
+    else:
+        scale = store_scale(amax, floor, at, is_stored & (part < GROUPS), E4M3_MAX, SCALE)
+    return scale
 
 
 @triton.jit
@@ -78,26 +103,30 @@ def _store_wide(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+    PAD: tl.constexpr,
     TAIL: tl.constexpr,
     TAIL_PAD: tl.constexpr,
     SCALE: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
 ):
     # 1. which groups of which rows, and where their records go
-    line = tl.arange(0, ROWS * GROUPS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + line // GROUPS
-    part = (line % GROUPS).to(tl.int64)
+    line = tl.arange(0, ROWS * LINES)
+    row = tl.program_id(0).to(tl.int64) * ROWS + line // LINES
+    part = (line % LINES).to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_s, mask=row < num_rows, other=-1).to(tl.int64)
     is_stored = (slot >= 0) & (slot < num_entries)
     page_at, slot = _place(slot, is_stored, page_slots, stride_page)
     # 2. scales and codes; rows that are not stored are not read
     channel = tl.arange(0, GROUP).to(tl.int64)
     x_at = (x_ptr + row * stride_xt)[:, None] + (part[:, None] * GROUP + channel[None, :]) * stride_xd
-    x = tl.load(x_at, mask=is_stored[:, None], other=0.0).to(tl.float32)
-    scale_at = scale_ptr + (page_at + scale_start + slot * scale_step) // 4 + part
-    scale = store_scale(tl.max(tl.abs(x), axis=1), floor, scale_at, is_stored, 448.0, SCALE)
+    coded = (is_stored & (part < GROUPS))[:, None]
+    x = tl.load(x_at, mask=coded, other=0.0).to(tl.float32)
+    scale_at = scale_ptr + (page_at + scale_start + slot * scale_step) // SCALE_STEP + part
+    scale = _leave_scales(tl.max(tl.abs(x), axis=1), floor, part, scale_at, is_stored, GROUPS, PAD, SCALE)
     code = _e4m3_byte(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
     code_at = (byte_ptr + page_at + slot * code_step + part * GROUP)[:, None] + channel[None, :]
-    tl.store(code_at, code.to(tl.uint8), mask=is_stored[:, None])
+    tl.store(code_at, code.to(tl.uint8), mask=coded)
     # 3. the tail, a row to a line
     if TAIL > 0:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -131,26 +160,31 @@ def _load_wide(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    LINES: tl.constexpr,
     TAIL: tl.constexpr,
     TAIL_PAD: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
 ):
     # 1. which groups, and where they stand; what no slot names is zero and was never read
-    line = tl.arange(0, ROWS * GROUPS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + line // GROUPS
-    part = (line % GROUPS).to(tl.int64)
+    line = tl.arange(0, ROWS * LINES)
+    row = tl.program_id(0).to(tl.int64) * ROWS + line // LINES
+    part = (line % LINES).to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_s, mask=row < num_rows, other=-1).to(tl.int64)
     is_there = (slot >= 0) & (slot < num_entries)
     page_at, slot = _place(slot, is_there, page_slots, stride_page)
     # 2. code times scale, the only rounding
     channel = tl.arange(0, GROUP).to(tl.int64)
-    scale_at = scale_ptr + (page_at + scale_start + slot * scale_step) // 4 + part
-    scale = tl.load(scale_at, mask=is_there, other=0.0)
+    coded = is_there & (part < GROUPS)
+    scale_at = scale_ptr + (page_at + scale_start + slot * scale_step) // SCALE_STEP + part
+    if SCALE_STEP == 1:
+        scale = ue8m0_value(tl.load(scale_at, mask=coded, other=0).to(tl.int32))
+    else:
+        scale = tl.load(scale_at, mask=coded, other=0.0)
     code_at = (byte_ptr + page_at + slot * code_step + part * GROUP)[:, None] + channel[None, :]
-    code = tl.load(code_at, mask=is_there[:, None], other=0)
-    x = e4m3_value(code, True) * scale[:, None]
+    x = _e4m3_value(tl.load(code_at, mask=coded[:, None], other=0).to(tl.int32)) * scale[:, None]
     width = GROUPS * GROUP + TAIL
     x_at = (x_ptr + row * width + part * GROUP)[:, None] + channel[None, :]
-    tl.store(x_at, x.to(x_ptr.dtype.element_ty), mask=(row < num_rows)[:, None])
+    tl.store(x_at, x.to(x_ptr.dtype.element_ty), mask=((row < num_rows) & (part < GROUPS))[:, None])
     # 3. the tail, a row to a line
     if TAIL > 0:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -165,22 +199,22 @@ def _load_wide(
         tl.store(x_at, tail.to(x_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & in_tail)
 
 
-def wide_views(name: str, cache_pow: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pages as bytes, as fp32 numbers and as bf16 numbers.
+def wide_views(name: str, cache_pow: torch.Tensor, *, align: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The pages as bytes, as what their scales are (fp32 numbers where pages are aligned to four) and as bf16 numbers.
 
     Raises:
-        NotImplementedError: pages do not begin at multiples of four bytes, or their bytes are not one behind the other.
+        NotImplementedError: pages do not begin at multiples of `align`, or their bytes are not one behind the other.
     """
     p, o, w = cache_pow.shape
     stride = cache_pow.stride(0) if p > 1 else o * w
-    aligned = stride % 4 == 0 and cache_pow.storage_offset() % 4 == 0
+    aligned = stride % align == 0 and cache_pow.storage_offset() % align == 0
     if not aligned or (cache_pow.numel() and not cache_pow[0].is_contiguous()):
         raise NotImplementedError(
-            f"{name}: expected pages of contiguous bytes at multiples of 4, got strides {cache_pow.stride()} and "
+            f"{name}: expected pages of contiguous bytes at multiples of {align}, got strides {cache_pow.stride()} and "
             f"offset {cache_pow.storage_offset()}"
         )
     page_pw = cache_pow.as_strided((p, o * w), (stride, 1))
-    return page_pw, page_pw.view(torch.float32), page_pw.view(torch.bfloat16)
+    return page_pw, page_pw.view(torch.float32) if align == 4 else page_pw, page_pw.view(torch.bfloat16)
 
 
 def store_wide(
@@ -189,12 +223,12 @@ def store_wide(
     """Quantise rows and write their records, in place; rows that share a slot leave either of them.
 
     Raises:
-        NotImplementedError: pages do not begin at multiples of four bytes.
+        NotImplementedError: pages are not aligned as the record asks.
         RuntimeError: x_td is on the CPU and kernels are not interpreted.
     """
     if not x_td.numel() or not cache_pow_.numel():
         return cache_pow_
-    views, launch = wide_views("cache_pow_", cache_pow_), wide_launch(record)
+    views, launch = wide_views("cache_pow_", cache_pow_, align=record.align), wide_launch(record)
     require_runnable("x_td", x_td)
     _store_wide[(triton.cdiv(x_td.shape[0], launch.rows),)](
         x_td,
@@ -211,9 +245,12 @@ def store_wide(
         ROWS=launch.rows,
         GROUPS=record.channels // record.group,
         GROUP=record.group,
+        LINES=record.lines,
+        PAD=record.pad,
         TAIL=record.tail,
         TAIL_PAD=triton.next_power_of_2(max(record.tail, 1)),
-        SCALE="pow2_f32" if record.pow2 else "f32",
+        SCALE=record.scale,
+        SCALE_STEP=views[1].element_size(),
         num_warps=launch.num_warps,
     )
     return cache_pow_
@@ -232,7 +269,7 @@ def load_wide(
     Raises:
         ValueError: `out` has another shape or is not contiguous.
         TypeError: `out` has another dtype.
-        NotImplementedError: pages do not begin at multiples of four bytes.
+        NotImplementedError: pages are not aligned as the record asks.
         RuntimeError: the cache is on the CPU and kernels are not interpreted.
     """
     x_td = output_buffer(out, (slots_t.shape[0], record.channels + record.tail), dtype, cache_pow)
@@ -240,7 +277,7 @@ def load_wide(
         return x_td
     if not cache_pow.numel():
         return x_td.zero_()
-    views, launch = wide_views("cache_pow", cache_pow), wide_launch(record)
+    views, launch = wide_views("cache_pow", cache_pow, align=record.align), wide_launch(record)
     require_runnable("cache_pow", cache_pow)
     _load_wide[(triton.cdiv(slots_t.shape[0], launch.rows),)](
         *views,
@@ -255,8 +292,10 @@ def load_wide(
         ROWS=launch.rows,
         GROUPS=record.channels // record.group,
         GROUP=record.group,
+        LINES=record.lines,
         TAIL=record.tail,
         TAIL_PAD=triton.next_power_of_2(max(record.tail, 1)),
+        SCALE_STEP=views[1].element_size(),
         num_warps=launch.num_warps,
     )
     return x_td

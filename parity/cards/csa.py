@@ -613,14 +613,6 @@ STORE = Op(
         ),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.kv_cache:store_records_triton"),),
-    builds=(
-        BuildCase(
-            name="v4",
-            kernel="deeptwin.kernels.triton_ops.v4_cache:_store_v4",
-            launch="deeptwin.parity.builds.launches.csa:store_v4",
-            expect=NO_PRODUCT | VECTOR,
-        ),
-    ),
     mutants=(
         _record("store_other_floor", "U94", "the floor of the other writer"),
         _record("store_no_floor", "U59", "an all-zero group divides 0 by 0"),
@@ -644,14 +636,6 @@ LOAD = Op(
     out_rows={"x_td": 0},
     relations=(Relation(name="run_to_run", axis="repeats", only=plain),),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.kv_cache:load_records_triton"),),
-    builds=(
-        BuildCase(
-            name="v4",
-            kernel="deeptwin.kernels.triton_ops.v4_cache:_load_v4",
-            launch="deeptwin.parity.builds.launches.csa:load_v4",
-            expect=NO_PRODUCT | VECTOR,
-        ),
-    ),
     mutants=(
         _record("load_tail_through_e4m3", "U86", "rotary channels are read through e4m3"),
         _record("load_tail_in_front", "U23", "rotary channels are read before the codes"),

@@ -156,7 +156,9 @@ def _write(faults: Faults, cache: Tensor, x: Tensor, slots_t: Tensor, layout: Pa
 def store_with(faults: Faults) -> Callable[..., Tensor]:
     """The emulation with the signature of `store_records`."""
 
-    def store_records(cache_pow_: Tensor, x_td: Tensor, slots_t: Tensor, *, layout: PageLayout) -> Tensor:
+    def store_records(
+        cache_pow_: Tensor, x_td: Tensor, slots_t: Tensor, *, layout: PageLayout, fmt: RecordFormat | None = None
+    ) -> Tensor:
         _write(faults, cache_pow_, x_td, slots_t, layout)
         return cache_pow_
 

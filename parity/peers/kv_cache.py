@@ -27,13 +27,15 @@ def _spans(slot: int, cache: Tensor, layout: PageLayout) -> tuple[int, slice, sl
     return page, slice(offset * data, (offset + 1) * data), slice(start, start + scales)
 
 
-def tile_kernels_store(cache_pow_: Tensor, x_td: Tensor, slots_t: Tensor, *, layout: PageLayout) -> Tensor:
-    """Cast, then copy codes and scales of one row after the other."""
+def tile_kernels_store(
+    cache_pow_: Tensor, x_td: Tensor, slots_t: Tensor, *, layout: PageLayout, fmt: RecordFormat | None = None
+) -> Tensor:
+    """Cast, then copy codes and scales of one row after the other; a width has one writer, `fmt` says nothing new."""
     pages = cache_pow_.view(cache_pow_.shape[0], -1)
     for row, slot in zip(x_td, slots_t.tolist(), strict=True):
         if not 0 <= slot < cache_pow_.shape[0] * cache_pow_.shape[1]:
             continue
-        codes, sf = tile_kernels_cast(row[None], fmt=_format(cache_pow_.shape[2]).quant)
+        codes, sf = tile_kernels_cast(row[None], fmt=(fmt or _format(cache_pow_.shape[2])).quant)
         page, data, scales = _spans(slot, cache_pow_, layout)
         pages[page, data], pages[page, scales] = codes.view(torch.uint8)[0], sf.view(torch.uint8)[0]
     return cache_pow_

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deeptwin.optimized.csa import head_norm_rope_triton
-from deeptwin.optimized.kv_cache import load_records_triton, norm_rope_store_triton, store_records_triton
+from deeptwin.optimized.kv_cache import norm_rope_store_triton
 from deeptwin.optimized.sparse_attn import two_cache_attn_decode_triton
 from deeptwin.reference.config import KV_V4, FusedStore, HeadNorm, PageLayout, RecordTap, TwoCaches
 
@@ -25,17 +25,6 @@ def heads() -> None:
     """64 heads of 512 channels, release rounding."""
     q = torch.empty(TOKENS, 64, 512, dtype=torch.bfloat16)
     head_norm_rope_triton(q, torch.empty(65536, 64), _integers(TOKENS), cast=HeadNorm.RELEASE, eps=1e-6)
-
-
-def store_v4() -> None:
-    """Entries into pages of 64."""
-    rows = torch.empty(TOKENS, 512, dtype=torch.bfloat16)
-    store_records_triton(_pages(64, 64), rows, _integers(TOKENS), layout=SECTIONED, fmt=KV_V4)
-
-
-def load_v4() -> None:
-    """The history of sliding windows."""
-    load_records_triton(_pages(64, 134), _integers(TOKENS), layout=SECTIONED)
 
 
 def fused_v4() -> None:
