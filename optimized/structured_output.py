@@ -105,13 +105,16 @@ def apply_masks_triton(
 
 
 class Automaton:
-    """Where the output of one request stands; `history` is how many tokens a trigger can be taken back."""
+    """Where the output of one request stands; `history` is how many tokens a trigger can be taken back.
 
-    def __init__(self, vocabulary: Vocabulary, request: GrammarRequest, *, history: int) -> None:
+    `grammar` is what a `GrammarPool` compiled for the request; without it the grammar is compiled here.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, request: GrammarRequest, *, history: int, grammar: Any = None) -> None:
         engine = _engine()
         self.vocabulary = vocabulary
         self.request = request
-        self.matcher = engine.GrammarMatcher(_compiled(vocabulary, request.kind, request.schema))
+        self.matcher = engine.GrammarMatcher(grammar or _compiled(vocabulary, request.kind, request.schema))
         self.fallback = _fallback(request.trigger)
         self.progress = 0
         self.is_bound = False
@@ -217,8 +220,24 @@ def _fallback(trigger: tuple[int, ...]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _compiled(vocabulary: Vocabulary, kind: GrammarKind, schema: str) -> Any:
+    return compiled_by(grammar_compiler(vocabulary, threads=1, cache_bytes=0), kind, schema)
+
+
+def grammar_compiler(vocabulary: Vocabulary, *, threads: int, cache_bytes: int) -> Any:
+    """The engine's compiler, which may be called from several threads; 0 bytes: it keeps nothing."""
     engine, tokenizer = _engine(), _tokenizer(vocabulary)
-    compiler = engine.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+    limit = cache_bytes or -1
+    return engine.GrammarCompiler(
+        tokenizer, max_threads=threads, cache_enabled=cache_bytes > 0, cache_limit_bytes=limit
+    )
+
+
+def compiled_by(compiler: Any, kind: GrammarKind, schema: str) -> Any:
+    """A schema as the engine's grammar.
+
+    Raises:
+        ValueError: the schema is wrong.
+    """
     try:
         if kind is GrammarKind.JSON:
             return compiler.compile_json_schema(schema, strict_mode=True)
