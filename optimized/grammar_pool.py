@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from deeptwin.reference.config import GrammarRequest, Vocabulary
+from deeptwin.reference.config import GrammarKind, GrammarRequest, Vocabulary
 from deeptwin.reference.serving_checks import expect_request
-
-from .structured_output import compiled_by, grammar_compiler
 
 CompileFn = Callable[[GrammarRequest], Any]
 
@@ -119,3 +118,48 @@ def _of_the_engine(vocabulary: Vocabulary, cache_bytes: int) -> CompileFn:
     """One compiler of two threads for all, which keeps what it compiled."""
     compiler = grammar_compiler(vocabulary, threads=2, cache_bytes=cache_bytes)
     return lambda request: compiled_by(compiler, request.kind, request.schema)
+
+
+def grammar_compiler(vocabulary: Vocabulary, *, threads: int, cache_bytes: int) -> Any:
+    """The engine's compiler, which may be called from several threads; 0 bytes: it keeps nothing."""
+    limit = cache_bytes or -1
+    return engine().GrammarCompiler(
+        _tokenizer(vocabulary), max_threads=threads, cache_enabled=cache_bytes > 0, cache_limit_bytes=limit
+    )
+
+
+def compiled_by(compiler: Any, kind: GrammarKind, schema: str) -> Any:
+    """A schema as the engine's grammar.
+
+    Raises:
+        ValueError: the schema is wrong.
+    """
+    try:
+        if kind is GrammarKind.JSON:
+            return compiler.compile_json_schema(schema, strict_mode=True)
+        return compiler.compile_regex(schema) if kind is GrammarKind.REGEX else compiler.compile_grammar(schema)
+    except RuntimeError as error:
+        raise ValueError(f"schema: expected {kind.value}, got {schema!r}: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(vocabulary: Vocabulary) -> Any:
+    return engine().TokenizerInfo(
+        list(vocabulary.tokens),
+        vocab_type=engine().VocabType.RAW,
+        vocab_size=len(vocabulary.tokens),
+        stop_token_ids=[vocabulary.eos],
+    )
+
+
+def engine() -> Any:
+    """The module of xgrammar.
+
+    Raises:
+        ImportError: xgrammar is not installed.
+    """
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise ImportError("xgrammar is not installed: pip install 'deeptwin[engine]'") from error
+    return xgrammar

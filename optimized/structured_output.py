@@ -21,6 +21,8 @@ from deeptwin.reference.serving_checks import (
     expect_tokens,
 )
 
+from .grammar_pool import compiled_by, engine, grammar_compiler
+
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.structured_output import MaskLaunch
 
@@ -111,10 +113,9 @@ class Automaton:
     """
 
     def __init__(self, vocabulary: Vocabulary, request: GrammarRequest, *, history: int, grammar: Any = None) -> None:
-        engine = _engine()
         self.vocabulary = vocabulary
         self.request = request
-        self.matcher = engine.GrammarMatcher(grammar or _compiled(vocabulary, request.kind, request.schema))
+        self.matcher = engine().GrammarMatcher(grammar or _compiled(vocabulary, request.kind, request.schema))
         self.fallback = _fallback(request.trigger)
         self.progress = 0
         self.is_bound = False
@@ -221,45 +222,3 @@ def _fallback(trigger: tuple[int, ...]) -> list[int]:
 @lru_cache(maxsize=64)
 def _compiled(vocabulary: Vocabulary, kind: GrammarKind, schema: str) -> Any:
     return compiled_by(grammar_compiler(vocabulary, threads=1, cache_bytes=0), kind, schema)
-
-
-def grammar_compiler(vocabulary: Vocabulary, *, threads: int, cache_bytes: int) -> Any:
-    """The engine's compiler, which may be called from several threads; 0 bytes: it keeps nothing."""
-    engine, tokenizer = _engine(), _tokenizer(vocabulary)
-    limit = cache_bytes or -1
-    return engine.GrammarCompiler(
-        tokenizer, max_threads=threads, cache_enabled=cache_bytes > 0, cache_limit_bytes=limit
-    )
-
-
-def compiled_by(compiler: Any, kind: GrammarKind, schema: str) -> Any:
-    """A schema as the engine's grammar.
-
-    Raises:
-        ValueError: the schema is wrong.
-    """
-    try:
-        if kind is GrammarKind.JSON:
-            return compiler.compile_json_schema(schema, strict_mode=True)
-        return compiler.compile_regex(schema) if kind is GrammarKind.REGEX else compiler.compile_grammar(schema)
-    except RuntimeError as error:
-        raise ValueError(f"schema: expected {kind.value}, got {schema!r}: {error}") from error
-
-
-@lru_cache(maxsize=8)
-def _tokenizer(vocabulary: Vocabulary) -> Any:
-    engine = _engine()
-    return engine.TokenizerInfo(
-        list(vocabulary.tokens),
-        vocab_type=engine.VocabType.RAW,
-        vocab_size=len(vocabulary.tokens),
-        stop_token_ids=[vocabulary.eos],
-    )
-
-
-def _engine() -> Any:
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise ImportError("xgrammar is not installed: pip install 'deeptwin[engine]'") from error
-    return xgrammar

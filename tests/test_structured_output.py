@@ -18,12 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.grammar_pool import Compiled, GrammarPool
+from deeptwin.optimized.grammar_pool import Compiled, GrammarPool, compiled_by, grammar_compiler
 from deeptwin.optimized.structured_output import (
     Automaton,
     apply_masks_triton,
-    compiled_by,
-    grammar_compiler,
     speculative_masks_xgrammar,
     token_masks_xgrammar,
 )
