@@ -21,6 +21,8 @@ from deeptwin.reference.serving_checks import (
     expect_tokens,
 )
 
+from .grammar_pool import compiled_by, engine, grammar_compiler
+
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.structured_output import MaskLaunch
 
@@ -105,13 +107,15 @@ def apply_masks_triton(
 
 
 class Automaton:
-    """Where the output of one request stands; `history` is how many tokens a trigger can be taken back."""
+    """Where the output of one request stands; `history` is how many tokens a trigger can be taken back.
 
-    def __init__(self, vocabulary: Vocabulary, request: GrammarRequest, *, history: int) -> None:
-        engine = _engine()
+    `grammar` is what a `GrammarPool` compiled for the request; without it the grammar is compiled here.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, request: GrammarRequest, *, history: int, grammar: Any = None) -> None:
         self.vocabulary = vocabulary
         self.request = request
-        self.matcher = engine.GrammarMatcher(_compiled(vocabulary, request.kind, request.schema))
+        self.matcher = engine().GrammarMatcher(grammar or _compiled(vocabulary, request.kind, request.schema))
         self.fallback = _fallback(request.trigger)
         self.progress = 0
         self.is_bound = False
@@ -217,30 +221,4 @@ def _fallback(trigger: tuple[int, ...]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _compiled(vocabulary: Vocabulary, kind: GrammarKind, schema: str) -> Any:
-    engine, tokenizer = _engine(), _tokenizer(vocabulary)
-    compiler = engine.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
-    try:
-        if kind is GrammarKind.JSON:
-            return compiler.compile_json_schema(schema, strict_mode=True)
-        return compiler.compile_regex(schema) if kind is GrammarKind.REGEX else compiler.compile_grammar(schema)
-    except RuntimeError as error:
-        raise ValueError(f"schema: expected {kind.value}, got {schema!r}: {error}") from error
-
-
-@lru_cache(maxsize=8)
-def _tokenizer(vocabulary: Vocabulary) -> Any:
-    engine = _engine()
-    return engine.TokenizerInfo(
-        list(vocabulary.tokens),
-        vocab_type=engine.VocabType.RAW,
-        vocab_size=len(vocabulary.tokens),
-        stop_token_ids=[vocabulary.eos],
-    )
-
-
-def _engine() -> Any:
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise ImportError("xgrammar is not installed: pip install 'deeptwin[engine]'") from error
-    return xgrammar
+    return compiled_by(grammar_compiler(vocabulary, threads=1, cache_bytes=0), kind, schema)

