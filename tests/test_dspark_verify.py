@@ -27,6 +27,13 @@ from deeptwin.reference.config import Draw, SlidingWindow, V4Kind
 from deeptwin.reference.csa import csa_run
 from deeptwin.reference.csa2 import csa2_run
 from deeptwin.reference.csa2_state import Csa2Caches
+from deeptwin.reference.dspark_pool import (
+    from_likeliest,
+    keep_likeliest,
+    placeholder_pool,
+    store_proposals_,
+    verify_metadata,
+)
 from deeptwin.reference.dspark_step import commit_tokens, next_confidences, shift_history
 from deeptwin.reference.dspark_verify import (
     PENALTY,
@@ -299,6 +306,58 @@ def test_a_ring_without_room_for_drafts_is_overwritten() -> None:
     assert seen != list(range(last - 7, last + 1))
 
 
+def test_slot_0_is_a_point_mass_that_nobody_writes() -> None:
+    """runtime.md section 1.1: token V - 1, log-probability 0 there, confidence 1; writes to it are dropped."""
+    pool = placeholder_pool(slots=2, draft=2, vocab=8)
+    logprob = torch.log_softmax(torch.arange(32.0).view(2, 2, 8) % 5, 2)
+    token, rate = torch.tensor([[1, 2], [3, 4]]), f32([[0.5, 0.25], [0.75, 0.125]])
+    store_proposals_(pool, torch.tensor([0, 2]), token, logprob, rate)
+    assert pool.token_z.tolist() == [7, 7, 7, 7, 3, 4]
+    assert pool.confidence_z.tolist() == [1, 1, 1, 1, 0.75, 0.125]
+    assert torch.equal(pool.logprob_zv[4:], logprob[1])
+    assert pool.logprob_zv[0].tolist() == [*(-math.inf,) * 7, 0.0]
+
+
+def test_the_rows_of_a_step() -> None:
+    """A request with two of its drafts, one without proposals and its γ placeholders, one with its fresh row alone."""
+    pool = placeholder_pool(slots=2, draft=2, vocab=8)
+    store_proposals_(
+        pool, torch.tensor([2]), torch.tensor([[3, 4]]), torch.zeros(1, 2, 8) - math.log(8), f32([[0.5, 0.5]])
+    )
+    slot, length, position = torch.tensor([2, 0, 1]), torch.tensor([3, 3, 1]), torch.tensor([9, 20, 5])
+    token, row, fresh, first, local = verify_metadata(pool, slot, length, position)
+    assert token.tolist() == [3, 4, -1, 7, 7, -1, -1]
+    assert row.tolist() == [4, 5, 0, 0, 1, 0, 0]
+    assert fresh.tolist() == [False, False, True, False, False, True, True]
+    assert first.tolist() == [9, 9, 9, 20, 20, 20, 5]
+    assert local.tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_placeholders_change_no_law() -> None:
+    """What is emitted behind a placeholder: q(V - 1) by acceptance, the rest of q by the residual."""
+    q = f32([[0.1, 0.2, 0.3, 0.4]]).double()
+    pool = placeholder_pool(slots=1, draft=1, vocab=4)
+    token, row, fresh, *_ = verify_metadata(pool, torch.tensor([0]), torch.tensor([2]), torch.tensor([3]))
+    target = q.log().float().expand(2, 4).contiguous()
+    _, weights, alpha = verify_rows(target, pool.logprob_zv, token, row, fresh, torch.tensor([0, 0]), draw=Draw.NVIDIA)
+    assert weights[0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.0])
+    assert weights[1].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert alpha[0].item() == pytest.approx(0.4)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_the_likeliest_tokens_are_the_whole_row(vocab: int, support: int, seed: int) -> None:
+    """Rows that top-k has left at most `width` tokens come back bit for bit."""
+    rng = np.random.Generator(np.random.Philox(seed))
+    rows = torch.from_numpy(rng.choice([-1.0, -2.0, -3.5], (3, vocab)).astype(np.float32))
+    width = min(support, vocab)
+    rows[:, rng.permutation(vocab)[width:]] = -torch.inf
+    value, token = keep_likeliest(rows, width=width)
+    assert (value.diff(dim=1) <= 0).all()
+    assert torch.equal(from_likeliest(value, token, vocab=vocab), rows)
+
+
 def csa2_step(inputs: dict, rows: list[Tensor], starts: Tensor, *, decode: bool) -> tuple[Tensor, dict]:
     counts = torch.tensor([[len(x) for x in rows]], dtype=torch.int32)
     batch = replace(inputs["batch"], counts_kb=counts, decode_k=torch.tensor([decode]), start_b=starts.to(torch.int32))
@@ -358,7 +417,7 @@ def csa_read(inputs: dict, committed_b: Tensor) -> list[Tensor]:
 def rolled_back(kind: str) -> tuple:
     """Ten or eight sequences that differ in where they stand and in how many of their drafts are accepted."""
     if kind == "csa2":
-        drafts, prompts = 4, (5, 6)
+        drafts, prompts = 3, (5, 6)
         case = RunCase(lengths=tuple(p + 2 * drafts + 2 for p in prompts for _ in range(drafts + 1)), free=True)
         inputs, step, read = draw_csa2(case, case_rng("csa2", "csa2_run", case.id, 0)), csa2_step, csa2_read
         hidden = inputs["h_tm"]
@@ -547,3 +606,33 @@ def test_out_buffers_must_fit() -> None:
         verify_pack_triton(*packed, draft=3, out=(ints, ints, ints, flags[:1]))
     with pytest.raises(TypeError, match="out: "):
         verify_pack_triton(*packed, draft=3, out=(ints, ints, word, flags[:1]))
+
+
+def test_bad_pools_are_refused() -> None:
+    pool = placeholder_pool(slots=1, draft=2, vocab=4)
+    token, logprob, rate = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2, 4), torch.zeros(2, 2)
+    slots = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="draft: expected a positive number, got 0"):
+        placeholder_pool(slots=1, draft=0, vocab=4)
+    with pytest.raises(ValueError, match="slot_b: expected distinct slots"):
+        store_proposals_(pool, torch.tensor([1, 1]), token, logprob, rate)
+    with pytest.raises(ValueError, match=r"slot_b: expected values in \[0, 2\), got 2"):
+        store_proposals_(pool, torch.tensor([0, 2]), token, logprob, rate)
+    with pytest.raises(ValueError, match=r"token_bj: expected values in \[0, 4\), got 4"):
+        store_proposals_(pool, slots, token + 4, logprob, rate)
+    with pytest.raises(ValueError, match="logprob_bjv: expected v=4, got v=3"):
+        store_proposals_(pool, slots, token, logprob[..., :3], rate)
+    with pytest.raises(TypeError, match="logprob_bjv: expected"):
+        store_proposals_(pool, slots, token, logprob.double(), rate)
+    with pytest.raises(TypeError, match="token_bj: expected"):
+        store_proposals_(pool, slots, token.double(), logprob, rate)
+    with pytest.raises(ValueError, match=r"length_b: expected values in \[0, 4\), got 4"):
+        verify_metadata(pool, slots, torch.tensor([4, 0]), slots)
+    with pytest.raises(TypeError, match="slot_b: expected"):
+        verify_metadata(pool, slots.double(), slots, slots)
+    with pytest.raises(ValueError, match="logprob_zv: expected rows of at most 2 possible tokens, got 4"):
+        keep_likeliest(logprob[0], width=2)
+    with pytest.raises(ValueError, match="width: expected 1 … 4, got 5"):
+        keep_likeliest(logprob[0], width=5)
+    with pytest.raises(ValueError, match=r"id_zk: expected values in \[-1, 4\), got 4"):
+        from_likeliest(torch.zeros(1, 1), torch.tensor([[4]]), vocab=4)
