@@ -225,10 +225,10 @@ KINDS = {
         op="draft_hidden",
         output="h_bjm",
         cases=_default_cases("dspark", "draft_hidden"),
-        kill_seeds=5,
+        kill_seeds=2,
     ),
     "draft-keys": Kind(
-        component="dspark", op="main_keys", output="keys_tid", cases=_default_cases("dspark", "main_keys"), kill_seeds=5
+        component="dspark", op="main_keys", output="keys_tid", cases=_default_cases("dspark", "main_keys"), kill_seeds=2
     ),
     "block-mtp": Kind(component="mtp", op="mtp_v4", output="logits_tv", cases=_default_cases("mtp", "mtp_v4")),
     "mtp-join": Kind(

@@ -464,6 +464,7 @@ def many_kernels(case: ForwardCase) -> str | None:
     return None
 
 
+ONE_KERNEL = "every size is a kernel of its own to lower"
 ROWS_B = dict.fromkeys(("golden_b", "first_b", "accepted_b", "state_b", "valid_b"), 0)
 
 ROW_PARTS = ("ids_bj", "positions_bj", "slots_bj", "seen_bk")
@@ -482,7 +483,13 @@ ROWS = Op(
         Relation(name="batch_invariant", axis="requests", only=lambda case: 4 < case.requests < 20),
         Relation(name="run_to_run", axis="repeats", only=lambda case: 4 < case.requests < 20),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:draft_rows_triton"),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark:draft_rows_triton",
+            lowered_declines=lambda case: None if case.requests == 7 and case.padding else ONE_KERNEL,
+        ),
+    ),
     builds=(
         BuildCase(
             name="w128-j5",
@@ -523,7 +530,13 @@ FEATURES = Op(
     draw=draw_features,
     rows={},
     out_rows={},
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:target_features_triton"),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark:target_features_triton",
+            lowered_declines=lambda case: "the card of mhc lowers its kernel",
+        ),
+    ),
     mutants=(
         _mutant("sum_of_streams", "R14", "the sum of the streams, not their mean"),
         _mutant("first_stream", "U39", "the first stream alone"),
@@ -558,6 +571,7 @@ KEYS = Op(
             interpreter_declines=lambda case: (
                 "two regimes are enough for a chain of kernels" if case.regime in ("flat", "mean1") else None
             ),
+            lowered_declines=lambda case: "the cards of its kernels lower them one by one",
         ),
     ),
     mutants=(
@@ -642,7 +656,15 @@ MARKOV_STEP = Op(
         Relation(name="batch_invariant", axis="requests", only=small_heads),
         Relation(name="run_to_run", axis="repeats", only=small_heads),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:markov_step_triton"),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark:markov_step_triton",
+            lowered_declines=lambda case: (
+                None if case.requests == 3 and case.rank == 32 and case.regime in ("normal", "peaked") else ONE_KERNEL
+            ),
+        ),
+    ),
     builds=(
         BuildCase(
             name="v129280-r256",
@@ -679,7 +701,13 @@ HEAD = Op(
         Relation(name="batch_invariant", axis="requests", only=one_head),
         Relation(name="run_to_run", axis="repeats", only=one_head),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:confidence_triton"),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark:confidence_triton",
+            lowered_declines=lambda case: None if one_head(case) else ONE_KERNEL,
+        ),
+    ),
     builds=(
         BuildCase(
             name="m5120-r256",
