@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .card import Op, case_rng, load_card, resolve
+from .card import Candidate, Op, case_rng, load_card, resolve
 from .environment import facts, fixed_numerics
 from .files import write_json
 from .guard import accepted_parameters
@@ -241,6 +241,16 @@ KINDS = {
         cases=_default_cases("block", "blocks_v41"),
         kill_seeds=5,
     ),
+    "draft-hidden": Kind(
+        component="dspark",
+        op="draft_hidden",
+        output="h_bjm",
+        cases=_default_cases("dspark", "draft_hidden"),
+        kill_seeds=2,
+    ),
+    "draft-keys": Kind(
+        component="dspark", op="main_keys", output="keys_tid", cases=_default_cases("dspark", "main_keys"), kill_seeds=2
+    ),
     "block-mtp": Kind(component="mtp", op="mtp_v4", output="logits_tv", cases=_default_cases("mtp", "mtp_v4")),
     "mtp-join": Kind(
         component="mtp", op="mtp_join", output="x_tm", cases=_default_cases("mtp", "mtp_join", dtype="bf16")
@@ -307,6 +317,8 @@ def _judged(component: str, op_name: str, case: Any, seed: int, rows: str) -> di
     names = [output.name for output in op.outputs]
     found = {}
     for row in op.controls if rows == "controls" else op.mutants:
+        if isinstance(row, Candidate) and row.declines(case):
+            continue
         function = resolve(row.function)
         accepted = accepted_parameters(function, op)
         result = function(**{k: _copy(v) for k, v in inputs.items() if k in accepted})

@@ -20,7 +20,7 @@ SUPPORT = (
     *("dsa_index", "dsa_state"),
     *("v4_attend", "v4_layer", "v4_state", "v4_weights"),
     *("account_terms", "account_v3", "account_v4", "account_v41", "account_claims"),
-    *("dspark_curve", "dspark_step", "dspark_state", "dspark_layer"),
+    *("dspark_curve", "dspark_step", "dspark_state", "dspark_layer", "dspark_chain", "dspark_pool"),
     *("philox", "sampling_filter", "sampling_rows"),
     *("serving_checks", "toy_model", "byte_grammar", "grammar_text", "grammar_json", "grammar_pool"),
 )

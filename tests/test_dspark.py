@@ -21,7 +21,16 @@ from deeptwin.optimized.dspark import (
 )
 from deeptwin.parity import goldens
 from deeptwin.parity.card import case_rng, load_card
-from deeptwin.parity.cards.dspark import FeatureCase, ForwardCase, HeadCase, draw_forward, draw_head, draw_keys
+from deeptwin.parity.cards.dspark import (
+    BlockCase,
+    FeatureCase,
+    ForwardCase,
+    HeadCase,
+    draw_forward,
+    draw_head,
+    draw_keys,
+    draw_rows,
+)
 from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference.config import KV_FP8, MHC_V4, DraftBlock, Draw, SlidingWindow
 from deeptwin.reference.dspark import (
@@ -33,9 +42,10 @@ from deeptwin.reference.dspark import (
     markov_step,
     target_features,
 )
+from deeptwin.reference.dspark_chain import draft_block, draft_chain
+from deeptwin.reference.dspark_state import DraftHead, DraftModel, DraftRequests
 from deeptwin.reference.kv_cache import pack_records
 from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC
-from deeptwin.reference.sampling import sample_logits
 
 Judged = Callable[[str], list[Outcome]]
 ALL_NUMERICS = pytest.mark.parametrize("num", [SEMANTIC, CONTRACT, RIVAL], ids=lambda num: num.name)
@@ -185,32 +195,99 @@ def test_accepted_keys_count() -> None:
     assert not moved[1].any()
 
 
-def test_a_chain_is_sequential() -> None:
-    """γ inputs give γ drafts; each step sees the token before it, and the same streams give the same chain."""
+def model_of(inputs: dict, vocab: int = 48, rank: int = 32) -> DraftModel:
     rng = np.random.Generator(np.random.Philox(4))
-    vocab, rank, width = 24, 8, 16
-    h, head = torch.from_numpy(rng.standard_normal((3, width)).astype(np.float32)), torch.randn(vocab, width)
-    w1, w2 = (torch.from_numpy(rng.standard_normal((vocab, rank)).astype(np.float32)).bfloat16() for _ in range(2))
-    weight = torch.from_numpy(rng.standard_normal(width + rank).astype(np.float32)).bfloat16()
-    one = torch.ones(1)
+    m, j = inputs["embed_bjm"].shape[2], inputs["embed_bjm"].shape[1]
 
-    def chain(golden: int) -> tuple[list[int], list[float]]:
-        tokens, rates = [golden], []
-        for j in range(3):
-            logits = markov_step((h[j] @ head.T)[None], torch.tensor(tokens[-1:]), w1 * 2, w2)
-            row = h[j].bfloat16()[None]
-            rates.append(confidence(row, torch.tensor(tokens[-1:]), w1, weight, temperature=1.0).item())
-            token, error, *_ = sample_logits(
-                logits.float(), one, one, torch.tensor([-1]), torch.tensor([5]), torch.tensor([3 * j]), draw=Draw.NVIDIA
-            )
-            assert error.item() == 0
-            tokens.append(int(token))
-        return tokens[1:], rates
+    def table(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.from_numpy(rng.standard_normal(shape) * scale).to(torch.bfloat16)
 
-    chains = [chain(golden) for golden in range(vocab)]
-    assert chains[3] == chain(3)
-    assert len({tokens[0] for tokens, _ in chains}) > 1  # the first draft depends on the sampled token
-    assert len({rates[0] for _, rates in chains}) == vocab  # and so does its confidence, though not on the draft
+    head = DraftHead(
+        norm_m=table(m) * 0 + 1,
+        head_vm=table(vocab, m, scale=m**-0.5),
+        w1_vr=table(vocab, rank),
+        w2_vr=table(vocab, rank, scale=rank**-0.5),
+        confidence_x=table(m + rank, scale=(m + rank) ** -0.5),
+        temperatures=(1.0,) * j,
+    )
+    window = SlidingWindow(window=4, ring=inputs["rings"][0].shape[1])
+    return DraftModel(
+        embed_vm=table(vocab, m),
+        layers=inputs["layers"],
+        head=head,
+        config=inputs["config"],
+        block=DraftBlock(draft=j, noise_token=vocab - 2, window=window),
+    )
+
+
+def requests_of(case: ForwardCase, golden: int, *, temperature: float = 1.0, top_k: int = -1) -> DraftRequests:
+    block = BlockCase(requests=case.requests, draft=case.draft, window=4, padding=case.padding)
+    rows = draw_rows(block, case_rng("dspark", "draft_hidden", case.id, 0))
+    b = case.requests
+    return DraftRequests(
+        golden_b=torch.full((b,), golden),
+        **{name: rows[name] for name in ("first_b", "accepted_b", "state_b", "valid_b")},
+        temperature_b=torch.full((b,), temperature),
+        top_p_b=torch.ones(b),
+        top_k_b=torch.full((b,), top_k),
+        seed_b=torch.arange(b) + 5,
+    )
+
+
+def drafted(golden: int, draw: Draw = Draw.NVIDIA, **how: object) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = drawn(draw_forward, "draft_hidden", FORWARD)
+    model = model_of(inputs, vocab=64)
+    requests = requests_of(FORWARD, golden, **how)  # type: ignore[arg-type]
+    return draft_block(requests, inputs["rings"], inputs["table_sr"], model=model, draw=draw)
+
+
+@pytest.mark.parametrize("draw", list(Draw))
+def test_one_whole_draft(draw: Draw) -> None:
+    """γ inputs give γ drafts, each one that its distribution can draw; the same streams give the same block."""
+    token, logprob, rate = drafted(3, draw)
+    assert token.shape == rate.shape == (2, 3)
+    assert logprob.shape == (2, 3, 64)
+    assert torch.allclose(logprob.double().exp().sum(2), torch.ones(2, 3, dtype=torch.float64), atol=1e-5)
+    assert (logprob.gather(2, token[..., None]) > -math.log(2**31)).all()
+    assert ((rate > 0) & (rate < 1)).all()
+    again = drafted(3, draw)
+    assert all(torch.equal(x, y) for x, y in zip((token, logprob, rate), again, strict=True))
+
+
+def test_the_filters_of_the_target_hold_for_drafts() -> None:
+    token, logprob, _ = drafted(3, top_k=2)
+    assert ((logprob > -torch.inf).sum(2) == 2).all()
+    greedy, distribution, _ = drafted(3, temperature=1e-5)
+    assert torch.equal(greedy, distribution.argmax(2))
+
+
+def test_a_chain_is_sequential() -> None:
+    """The first distribution follows from the sampled token, the second from the first draft, and so on."""
+    inputs = drawn(draw_forward, "draft_hidden", FORWARD)
+    model = model_of(inputs)
+    h = draft_hidden(**inputs)
+    positions, requests = inputs["positions_bj"] + 1, requests_of(FORWARD, 3)
+    chains = [
+        draft_chain(h, torch.full((2,), golden), positions, requests, model=model, draw=Draw.NVIDIA)
+        for golden in range(8)
+    ]
+    assert len({tuple(rate[:, 0].tolist()) for _, _, rate in chains}) == 8  # the sampled token, not the first draft
+    for token, logprob, rate in chains:
+        for j in range(2):
+            same = [c for c in chains if c[0][0, j] == token[0, j]]
+            assert all(torch.equal(c[1][0, j + 1], logprob[0, j + 1]) for c in same)
+            assert all(c[2][0, j + 1] == rate[0, j + 1] for c in same)
+
+
+def test_a_position_that_is_drafted_again_draws_the_same_words() -> None:
+    """runtime.md section 2.4: the stream is named by the absolute position, whatever block the position is in."""
+    inputs = drawn(draw_forward, "draft_hidden", FORWARD)
+    model, requests = model_of(inputs), requests_of(FORWARD, 3)
+    h = draft_hidden(**inputs)[:, :1].expand(-1, 3, -1)
+    first = draft_chain(h, ints(3, 3), ints(7, 7)[:, None] + torch.arange(3), requests, model=model, draw=Draw.NVIDIA)
+    again = draft_chain(h[:, :1], first[0][:, 0], ints(8, 8)[:, None], requests, model=model, draw=Draw.NVIDIA)
+    assert torch.equal(again[0][:, 0], first[0][:, 1])
+    assert torch.equal(again[1][:, 0], first[1][:, 1])
 
 
 # parity with each candidate
@@ -344,3 +421,19 @@ def test_out_buffers_must_fit() -> None:
 def test_bad_blocks_of_the_config_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(BLOCK, **change)
+
+
+def test_bad_drafts_are_refused() -> None:
+    inputs = drawn(draw_forward, "draft_hidden", FORWARD)
+    model, requests = model_of(inputs), requests_of(FORWARD, 3)
+    with pytest.raises(ValueError, match=r"golden_b: expected values in \[0, 48\), got 48"):
+        draft_block(
+            replace(requests, golden_b=ints(3, 48)), inputs["rings"], inputs["table_sr"], model=model, draw=Draw.NVIDIA
+        )
+    h, positions = torch.zeros(2, 3, 32, dtype=torch.bfloat16), inputs["positions_bj"]
+    with pytest.raises(ValueError, match="positions_bj: expected j=3, got j=2"):
+        draft_chain(h, ints(0, 0), positions[:, :2], requests, model=model, draw=Draw.NVIDIA)
+    with pytest.raises(ValueError, match="h_bjm: expected rows that can be drawn, got errors"):
+        draft_chain(h * torch.nan, ints(0, 0), positions, requests, model=model, draw=Draw.NVIDIA)
+    with pytest.raises(ValueError, match="head: expected 2 temperatures, got 3"):
+        replace(model, block=replace(model.block, draft=2))

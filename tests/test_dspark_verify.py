@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +15,25 @@ from torch import Tensor
 
 from deeptwin.optimized.dspark_verify import verify_pack_triton, verify_rows_triton, verify_rows_vectorised
 from deeptwin.parity import goldens
-from deeptwin.parity.card import load_card
+from deeptwin.parity.card import case_rng, load_card
+from deeptwin.parity.cards.csa2 import RunCase
+from deeptwin.parity.cards.csa2 import draw_run as draw_csa2
 from deeptwin.parity.cards.dspark_verify import Decisions
 from deeptwin.parity.drafting_law import SMALL, law_of_pairs, plain_stream, speculative_stream, upper_bound
 from deeptwin.parity.outcome import Outcome, Status
-from deeptwin.reference.config import Draw, SlidingWindow
+from deeptwin.parity.v4_draws import V4Case, sectioned
+from deeptwin.parity.v4_draws import draw_run as draw_csa
+from deeptwin.reference.config import Draw, SlidingWindow, V4Kind
+from deeptwin.reference.csa import csa_run
+from deeptwin.reference.csa2 import csa2_run
+from deeptwin.reference.csa2_state import Csa2Caches
+from deeptwin.reference.dspark_pool import (
+    from_likeliest,
+    keep_likeliest,
+    placeholder_pool,
+    store_proposals_,
+    verify_metadata,
+)
 from deeptwin.reference.dspark_step import commit_tokens, next_confidences, shift_history
 from deeptwin.reference.dspark_verify import (
     PENALTY,
@@ -29,6 +44,7 @@ from deeptwin.reference.dspark_verify import (
     verify_statistics,
 )
 from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC
+from deeptwin.reference.v4_state import V4Caches
 from deeptwin.reference.window import ring_slots, window_decode
 
 Judged = Callable[[str], list[Outcome]]
@@ -290,6 +306,172 @@ def test_a_ring_without_room_for_drafts_is_overwritten() -> None:
     assert seen != list(range(last - 7, last + 1))
 
 
+def test_slot_0_is_a_point_mass_that_nobody_writes() -> None:
+    """runtime.md section 1.1: token V - 1, log-probability 0 there, confidence 1; writes to it are dropped."""
+    pool = placeholder_pool(slots=2, draft=2, vocab=8)
+    logprob = torch.log_softmax(torch.arange(32.0).view(2, 2, 8) % 5, 2)
+    token, rate = torch.tensor([[1, 2], [3, 4]]), f32([[0.5, 0.25], [0.75, 0.125]])
+    store_proposals_(pool, torch.tensor([0, 2]), token, logprob, rate)
+    assert pool.token_z.tolist() == [7, 7, 7, 7, 3, 4]
+    assert pool.confidence_z.tolist() == [1, 1, 1, 1, 0.75, 0.125]
+    assert torch.equal(pool.logprob_zv[4:], logprob[1])
+    assert pool.logprob_zv[0].tolist() == [*(-math.inf,) * 7, 0.0]
+
+
+def test_the_rows_of_a_step() -> None:
+    """A request with two of its drafts, one without proposals and its γ placeholders, one with its fresh row alone."""
+    pool = placeholder_pool(slots=2, draft=2, vocab=8)
+    store_proposals_(
+        pool, torch.tensor([2]), torch.tensor([[3, 4]]), torch.zeros(1, 2, 8) - math.log(8), f32([[0.5, 0.5]])
+    )
+    slot, length, position = torch.tensor([2, 0, 1]), torch.tensor([3, 3, 1]), torch.tensor([9, 20, 5])
+    token, row, fresh, first, local = verify_metadata(pool, slot, length, position)
+    assert token.tolist() == [3, 4, -1, 7, 7, -1, -1]
+    assert row.tolist() == [4, 5, 0, 0, 1, 0, 0]
+    assert fresh.tolist() == [False, False, True, False, False, True, True]
+    assert first.tolist() == [9, 9, 9, 20, 20, 20, 5]
+    assert local.tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_placeholders_change_no_law() -> None:
+    """What is emitted behind a placeholder: q(V - 1) by acceptance, the rest of q by the residual."""
+    q = f32([[0.1, 0.2, 0.3, 0.4]]).double()
+    pool = placeholder_pool(slots=1, draft=1, vocab=4)
+    token, row, fresh, *_ = verify_metadata(pool, torch.tensor([0]), torch.tensor([2]), torch.tensor([3]))
+    target = q.log().float().expand(2, 4).contiguous()
+    _, weights, alpha = verify_rows(target, pool.logprob_zv, token, row, fresh, torch.tensor([0, 0]), draw=Draw.NVIDIA)
+    assert weights[0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.0])
+    assert weights[1].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert alpha[0].item() == pytest.approx(0.4)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_the_likeliest_tokens_are_the_whole_row(vocab: int, support: int, seed: int) -> None:
+    """Rows that top-k has left at most `width` tokens come back bit for bit."""
+    rng = np.random.Generator(np.random.Philox(seed))
+    rows = torch.from_numpy(rng.choice([-1.0, -2.0, -3.5], (3, vocab)).astype(np.float32))
+    width = min(support, vocab)
+    rows[:, rng.permutation(vocab)[width:]] = -torch.inf
+    value, token = keep_likeliest(rows, width=width)
+    assert (value.diff(dim=1) <= 0).all()
+    assert torch.equal(from_likeliest(value, token, vocab=vocab), rows)
+
+
+def csa2_step(inputs: dict, rows: list[Tensor], starts: Tensor, *, decode: bool) -> tuple[Tensor, dict]:
+    counts = torch.tensor([[len(x) for x in rows]], dtype=torch.int32)
+    batch = replace(inputs["batch"], counts_kb=counts, decode_k=torch.tensor([decode]), start_b=starts.to(torch.int32))
+    h_tm, page_pq, state_sq = csa2_run(**inputs | {"h_tm": torch.cat(rows), "batch": batch})
+    return h_tm, inputs | {"caches": replace(inputs["caches"], page_pq=page_pq, state_sq=state_sq)}
+
+
+def slot_records(pages_pow: Tensor) -> Tensor:
+    """Sectioned pages with every record in one piece."""
+    return sectioned(pages_pow)[0].view(len(pages_pow), pages_pow.shape[1], -1)
+
+
+def csa2_read(inputs: dict, committed_b: Tensor) -> list[Tensor]:
+    """What a query behind the committed tokens of every sequence can read: keys, entries, the open group."""
+    config, caches, batch = inputs["config"], inputs["caches"], inputs["batch"]
+    map_, found = config.topology, []
+    for b, end in enumerate(committed_b.tolist()):
+        state = int(batch.state_b[b])
+        for layer in range(map_.num_layers):
+            ring = caches.records(config, "ring", layer)[state]
+            found.append(ring[torch.arange(max(end - config.window + 1, 0), end) % len(ring)])
+        for layer in map_.kv_sources:
+            ratio = map_.ratios[layer]
+            for name in ("main", "index"):
+                pages = caches.records(config, name, layer)
+                pages = slot_records(pages) if name == "index" else pages
+                found.append(pages[batch.table_bp[b].long()].flatten(0, 1)[: end // ratio])
+            if ratio > 1:
+                ring = caches.compressor(config, layer)[state]
+                found.append(ring[torch.arange(end // ratio * ratio, end) % len(ring)])
+    return found
+
+
+def csa_step(inputs: dict, rows: list[Tensor], starts: Tensor, *, decode: bool) -> tuple[Tensor, dict]:
+    counts = torch.tensor([[len(x) for x in rows]], dtype=torch.int32)
+    batch = replace(inputs["batch"], counts_kb=counts, decode_k=torch.tensor([decode]), start_b=starts.to(torch.int32))
+    y_tm, *parts = csa_run(**inputs | {"x_tm": torch.cat(rows), "batch": batch})
+    names = inputs["caches"].parts()
+    return y_tm, inputs | {"caches": V4Caches(**dict(zip(names, parts, strict=True)))}
+
+
+def csa_read(inputs: dict, committed_b: Tensor) -> list[Tensor]:
+    """The same; pools keep the group before the open one too, because groups overlap."""
+    config, caches, batch = inputs["config"], inputs["caches"], inputs["batch"]
+    found = []
+    for b, end in enumerate(committed_b.tolist()):
+        state, whole = int(batch.state_b[b]), end // config.ratio
+        ring = slot_records(caches.ring_pow)[state]
+        found.append(ring[torch.arange(max(end - config.window + 1, 0), end) % len(ring)])
+        for pages in (caches.main_pow, caches.index_pow):
+            found.append(slot_records(pages)[batch.table_bp[b].long()].flatten(0, 1)[:whole])
+        for pool in (caches.pool, caches.index_pool):
+            found.append(pool[state][torch.arange(max((whole - 1) * config.ratio, 0), end) % pool.shape[1]])
+    return found
+
+
+def rolled_back(kind: str) -> tuple:
+    """Ten or eight sequences that differ in where they stand and in how many of their drafts are accepted."""
+    if kind == "csa2":
+        drafts, prompts = 3, (5, 6)
+        case = RunCase(lengths=tuple(p + 2 * drafts + 2 for p in prompts for _ in range(drafts + 1)), free=True)
+        inputs, step, read = draw_csa2(case, case_rng("csa2", "csa2_run", case.id, 0)), csa2_step, csa2_read
+        hidden = inputs["h_tm"]
+    else:
+        drafts, prompts = 2, (6, 7, 8, 9)
+        lengths = tuple(p + 2 * drafts + 2 for p in prompts for _ in range(drafts + 1))
+        case = V4Case(kind=V4Kind.CSA, lengths=lengths, picks="free")
+        inputs, step, read = draw_csa(case, case_rng("csa", "csa_run", case.id, 0)), csa_step, csa_read
+        hidden = inputs["x_tm"]
+    start_b = torch.tensor([p for p in prompts for _ in range(drafts + 1)])
+    accepted_b = torch.tensor([j for _ in prompts for j in range(drafts + 1)])
+    rows = list(hidden.split(list(case.lengths)))
+    _, inputs = step(inputs, [x[:p] for x, p in zip(rows, start_b, strict=True)], start_b * 0, decode=False)
+    return inputs, step, read, rows, start_b, accepted_b, drafts
+
+
+@pytest.mark.parametrize("kind", ["csa2", "csa"])
+def test_a_rejection_leaves_no_trace(kind: str) -> None:
+    """U32, U33: verify k drafts, reject at j, for every j and every place in a group: what later queries read has the
+    bytes of decoding the emitted tokens one by one; and after one more step nothing differs, wherever it lies."""
+    inputs, step, read, rows, start_b, accepted_b, drafts = rolled_back(kind)
+    wrong = [
+        torch.cat([x[p : p + 1 + a], -x[p + 1 + a : p + 1 + drafts]])
+        for x, p, a in zip(rows, start_b, accepted_b, strict=True)
+    ]
+    verified, speculative = step(inputs, wrong, start_b, decode=True)
+    serial, kept = inputs, []
+    for j in range(drafts + 1):
+        one = [x[p + j : p + j + (j <= a)] for x, p, a in zip(rows, start_b.tolist(), accepted_b.tolist(), strict=True)]
+        out, serial = step(serial, one, start_b + j, decode=True)
+        kept.append(dict(zip((accepted_b >= j).nonzero()[:, 0].tolist(), out, strict=True)))
+    for b, block in enumerate(verified.split(drafts + 1)):
+        for j in range(int(accepted_b[b]) + 1):
+            assert torch.equal(block[j], kept[j][b])
+    committed_b = start_b + accepted_b + 1
+    for got, expected in zip(read(speculative, committed_b), read(serial, committed_b), strict=True):
+        assert torch.equal(got, expected)
+    # rejected keys do lie behind what is read
+    beyond_b = committed_b + (accepted_b < drafts)
+    pairs = zip(read(speculative, beyond_b), read(serial, beyond_b), strict=True)
+    assert any(not torch.equal(got, expected) for got, expected in pairs)
+    more = [x[c : c + drafts + 1] for x, c in zip(rows, committed_b, strict=True)]
+    after, speculative = step(speculative, more, committed_b, decode=True)
+    expected, serial = step(serial, more, committed_b, decode=True)
+    assert torch.equal(after, expected)
+    for got, right in zip(state_bytes(speculative["caches"]), state_bytes(serial["caches"]), strict=True):
+        assert torch.equal(got, right)
+
+
+def state_bytes(caches: Csa2Caches | V4Caches) -> list[Tensor]:
+    parts = caches.parts().values() if isinstance(caches, V4Caches) else (caches.page_pq, caches.state_sq)
+    return [x.contiguous().view(torch.uint8) for x in parts]
+
+
 # parity with each candidate
 
 
@@ -424,3 +606,33 @@ def test_out_buffers_must_fit() -> None:
         verify_pack_triton(*packed, draft=3, out=(ints, ints, ints, flags[:1]))
     with pytest.raises(TypeError, match="out: "):
         verify_pack_triton(*packed, draft=3, out=(ints, ints, word, flags[:1]))
+
+
+def test_bad_pools_are_refused() -> None:
+    pool = placeholder_pool(slots=1, draft=2, vocab=4)
+    token, logprob, rate = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2, 4), torch.zeros(2, 2)
+    slots = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="draft: expected a positive number, got 0"):
+        placeholder_pool(slots=1, draft=0, vocab=4)
+    with pytest.raises(ValueError, match="slot_b: expected distinct slots"):
+        store_proposals_(pool, torch.tensor([1, 1]), token, logprob, rate)
+    with pytest.raises(ValueError, match=r"slot_b: expected values in \[0, 2\), got 2"):
+        store_proposals_(pool, torch.tensor([0, 2]), token, logprob, rate)
+    with pytest.raises(ValueError, match=r"token_bj: expected values in \[0, 4\), got 4"):
+        store_proposals_(pool, slots, token + 4, logprob, rate)
+    with pytest.raises(ValueError, match="logprob_bjv: expected v=4, got v=3"):
+        store_proposals_(pool, slots, token, logprob[..., :3], rate)
+    with pytest.raises(TypeError, match="logprob_bjv: expected"):
+        store_proposals_(pool, slots, token, logprob.double(), rate)
+    with pytest.raises(TypeError, match="token_bj: expected"):
+        store_proposals_(pool, slots, token.double(), logprob, rate)
+    with pytest.raises(ValueError, match=r"length_b: expected values in \[0, 4\), got 4"):
+        verify_metadata(pool, slots, torch.tensor([4, 0]), slots)
+    with pytest.raises(TypeError, match="slot_b: expected"):
+        verify_metadata(pool, slots.double(), slots, slots)
+    with pytest.raises(ValueError, match="logprob_zv: expected rows of at most 2 possible tokens, got 4"):
+        keep_likeliest(logprob[0], width=2)
+    with pytest.raises(ValueError, match="width: expected 1 … 4, got 5"):
+        keep_likeliest(logprob[0], width=5)
+    with pytest.raises(ValueError, match=r"id_zk: expected values in \[-1, 4\), got 4"):
+        from_likeliest(torch.zeros(1, 1), torch.tensor([[4]]), vocab=4)

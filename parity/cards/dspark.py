@@ -123,6 +123,11 @@ class ForwardCase:
         pad = "-pad" if self.padding else ""
         return f"b{self.requests}-j{self.draft}-l{self.layers}-{self.cast}-{self.layout}{pad}-{self.regime}"
 
+    @property
+    def tokens(self) -> int:
+        """Rows of all blocks."""
+        return self.requests * self.draft
+
 
 # inputs
 
@@ -389,7 +394,7 @@ def cases_forward(full: bool) -> list[ForwardCase]:
     """Every regime with one layer, both cast points and layouts, a padding request, three layers."""
     small = ForwardCase(requests=2)
     found = [replace(small, regime=r) for r in REGIMES]
-    found += [replace(small, cast="fused", layout="sectioned"), replace(small, padding=True, layers=2)]
+    found += [replace(small, cast="fused", layout="sectioned", draft=1), replace(small, padding=True, layers=2)]
     found += [replace(small, draft=2)]
     return [*found, replace(small, layers=3, draft=5, requests=3)] if full else found
 
@@ -403,7 +408,7 @@ def vocabulary_in_parts(inputs: Inputs, context: Context) -> Iterator[Variant]:
 
 
 def other_places(inputs: Inputs, context: Context) -> Iterator[Variant]:
-    """The first request alone; and all of them backwards, with their states in other pages of the rings."""
+    """The last request alone, with the states in other pages of the rings."""
     rows = ("embed_bjm", "positions_bj", "slots_bj", "seen_bk")
     pages, ring = inputs["rings"][0].shape[:2]
     order = torch.from_numpy(context.rng.permutation(pages))
@@ -414,15 +419,13 @@ def other_places(inputs: Inputs, context: Context) -> Iterator[Variant]:
         page, within = slot.clamp(min=0) // ring, slot.clamp(min=0) % ring
         return torch.where(slot >= 0, place[page.long()] * ring + within, -1).to(torch.int32)
 
-    first = inputs | {name: inputs[name][:1].contiguous() for name in rows}
-    yield Variant(label="request 0 alone", calls=(first,), expect=lambda outputs: {"h_bjm": outputs["h_bjm"][:1]})
-    turned: dict[str, Any] = {name: inputs[name].flip(0).contiguous() for name in rows}
-    turned |= {name: moved(turned[name]) for name in ("slots_bj", "seen_bk")}
-    turned["rings"] = tuple(x[order].contiguous() for x in inputs["rings"])
+    alone: dict[str, Any] = {name: inputs[name][-1:].contiguous() for name in rows}
+    alone |= {name: moved(alone[name]) for name in ("slots_bj", "seen_bk")}
+    alone["rings"] = tuple(x[order].contiguous() for x in inputs["rings"])
     yield Variant(
-        label="requests backwards, states in other pages",
-        calls=(inputs | turned,),
-        expect=lambda outputs: {"h_bjm": outputs["h_bjm"].flip(0)},
+        label="the last request alone, states in other pages",
+        calls=(inputs | alone,),
+        expect=lambda outputs: {"h_bjm": outputs["h_bjm"][-1:]},
     )
 
 
@@ -444,6 +447,11 @@ def small_heads(case: HeadCase) -> bool:
     return case.requests == 3 and case.regime in ("normal", "peaked") and case.rank < 40
 
 
+def one_head(case: HeadCase) -> bool:
+    """A row is a program."""
+    return case.requests == 6 and case.width == 96 and case.regime == "normal" and case.temperature == 1
+
+
 def only_small(case: ForwardCase) -> bool:
     """A forward is some thirty launches."""
     return case.draft == 2
@@ -456,6 +464,7 @@ def many_kernels(case: ForwardCase) -> str | None:
     return None
 
 
+ONE_KERNEL = "every size is a kernel of its own to lower"
 ROWS_B = dict.fromkeys(("golden_b", "first_b", "accepted_b", "state_b", "valid_b"), 0)
 
 ROW_PARTS = ("ids_bj", "positions_bj", "slots_bj", "seen_bk")
@@ -474,7 +483,13 @@ ROWS = Op(
         Relation(name="batch_invariant", axis="requests", only=lambda case: 4 < case.requests < 20),
         Relation(name="run_to_run", axis="repeats", only=lambda case: 4 < case.requests < 20),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:draft_rows_triton"),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark:draft_rows_triton",
+            lowered_declines=lambda case: None if case.requests == 7 and case.padding else ONE_KERNEL,
+        ),
+    ),
     builds=(
         BuildCase(
             name="w128-j5",
@@ -515,7 +530,13 @@ FEATURES = Op(
     draw=draw_features,
     rows={},
     out_rows={},
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:target_features_triton"),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark:target_features_triton",
+            lowered_declines=lambda case: "the card of mhc lowers its kernel",
+        ),
+    ),
     mutants=(
         _mutant("sum_of_streams", "R14", "the sum of the streams, not their mean"),
         _mutant("first_stream", "U39", "the first stream alone"),
@@ -550,6 +571,7 @@ KEYS = Op(
             interpreter_declines=lambda case: (
                 "two regimes are enough for a chain of kernels" if case.regime in ("flat", "mean1") else None
             ),
+            lowered_declines=lambda case: "the cards of its kernels lower them one by one",
         ),
     ),
     mutants=(
@@ -634,7 +656,15 @@ MARKOV_STEP = Op(
         Relation(name="batch_invariant", axis="requests", only=small_heads),
         Relation(name="run_to_run", axis="repeats", only=small_heads),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:markov_step_triton"),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark:markov_step_triton",
+            lowered_declines=lambda case: (
+                None if case.requests == 3 and case.rank == 32 and case.regime in ("normal", "peaked") else ONE_KERNEL
+            ),
+        ),
+    ),
     builds=(
         BuildCase(
             name="v129280-r256",
@@ -668,10 +698,16 @@ HEAD = Op(
     rows={"h_bm": 0, "token_b": 0},
     out_rows={"confidence_b": 0},
     relations=(
-        Relation(name="batch_invariant", axis="requests", only=lambda case: case.requests == 6 and case.width == 96),
-        Relation(name="run_to_run", axis="repeats", only=lambda case: case.requests == 6 and case.regime == "normal"),
+        Relation(name="batch_invariant", axis="requests", only=one_head),
+        Relation(name="run_to_run", axis="repeats", only=one_head),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark:confidence_triton"),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark:confidence_triton",
+            lowered_declines=lambda case: None if one_head(case) else ONE_KERNEL,
+        ),
+    ),
     builds=(
         BuildCase(
             name="m5120-r256",

@@ -195,6 +195,8 @@ def untied(case: RatesCase) -> bool:
     return case.regime == "normal" and 1 < case.requests < 20
 
 
+ONE_KERNEL = "every size is a kernel of its own to lower"
+
 SURVIVAL = Op(
     name="survival_rates",
     reference="deeptwin.reference.dspark_schedule:survival_rates",
@@ -208,7 +210,13 @@ SURVIVAL = Op(
         Relation(name="batch_invariant", axis="requests", only=lambda case: case.requests == 3),
         Relation(name="run_to_run", axis="repeats", only=lambda case: case.requests == 3),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.dspark_schedule:survival_rates_triton"),),
+    candidates=(
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark_schedule:survival_rates_triton",
+            lowered_declines=lambda case: None if (case.requests, case.draft) == (3, 5) else ONE_KERNEL,
+        ),
+    ),
     builds=(
         BuildCase(
             name="b512-j5",
@@ -281,7 +289,11 @@ PLACES = Op(
     ),
     candidates=(
         Candidate(name="vectorised", function="deeptwin.optimized.dspark_schedule:allocate_vectorised"),
-        Candidate(name="triton", function="deeptwin.optimized.dspark_schedule:allocate_triton"),
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.dspark_schedule:allocate_triton",
+            lowered_declines=lambda case: None if (case.requests, case.draft) == (5, 5) else ONE_KERNEL,
+        ),
     ),
     builds=(
         BuildCase(
