@@ -94,8 +94,8 @@ def draft_chain(
     token_b, tokens, logprobs, confidences = golden_b.long(), [], [], []
     for j in range(dims["j"]):
         normed_bm = layer_norm(h_bjm[:, j], head.norm_m, model.config.csa2, num=num)
-        base_bv = linear(normed_bm, head.head_vm, dtype=torch.float32, num=num).to(torch.float32)
-        logits_bv = markov_step(base_bv, token_b, head.w1_vr, head.w2_vr, num=num).to(torch.float32)
+        base_bv = _logits_buffer(linear(normed_bm, head.head_vm, dtype=torch.float32, num=num))
+        logits_bv = _logits_buffer(markov_step(base_bv, token_b, head.w1_vr, head.w2_vr, num=num))
         rate = confidence(
             h_bjm[:, j], token_b, head.w1_vr, head.confidence_x, temperature=head.temperatures[j], num=num
         )
@@ -107,3 +107,8 @@ def draft_chain(
         logprobs.append(logprob_bv)
         confidences.append(rate)
     return torch.stack(tokens, 1), torch.stack(logprobs, 1), torch.stack(confidences, 1)
+
+
+def _logits_buffer(logits_bv: Tensor) -> Tensor:
+    """The fp32 buffer that logits wait in between two operations; under CONTRACT they are fp32 already."""
+    return torch.empty(logits_bv.shape, dtype=torch.float32).copy_(logits_bv)
