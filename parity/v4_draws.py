@@ -38,7 +38,7 @@ from deeptwin.reference.v4_weights import MATRICES, V4Weights, checkpoint_names,
 from . import draws
 from .card import Inputs, Outputs
 from .relations import Context, Variant
-from .rules import Judgement, Oracles, Rule, TopK
+from .rules import V4_LAYER, Judgement, Oracles, Rule, TopK
 
 # configurations
 
@@ -319,9 +319,14 @@ class StoredPages:
         pads = have[written][:, fmt.data_bytes + fmt.scale_bytes - fmt.pad : fmt.data_bytes + fmt.scale_bytes]
         if fmt.pad and pads.any():
             return _refused("a byte behind the scales is not zero")
-        values = [unpack_records(x[written], fmt=fmt, num=SEMANTIC).to(torch.float64) for x in (honest, want, rival)]
-        views = _Values(semantic=values[0], contract=values[1], rival=values[2], arguments=oracles.arguments)
-        return self.limit.judge(unpack_records(have[written], fmt=fmt, num=SEMANTIC).to(torch.float32), views)
+        rows = [
+            unpack_records(x[written], fmt=fmt, num=SEMANTIC).to(torch.float64) for x in (honest, want, rival, have)
+        ]
+        coded, tails = ([x[:, part] for x in rows] for part in (slice(fmt.channels), slice(fmt.channels, None)))
+        found = [self.limit.judge(coded[3].to(torch.float32), _Values(*coded[:3], oracles.arguments))]
+        if fmt.tail:  # apart and in its own dtype: beside codes a wrong rounding of it is too small to be seen
+            found.append(V4_LAYER.judge(tails[3].to(torch.bfloat16), _Values(*tails[:3], oracles.arguments)))
+        return max(found, key=lambda judgement: (not judgement.ok, judgement.used))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +349,7 @@ class StoredPool:
         return self.limit.judge(got[written.to(got.device)], views)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Values:
     semantic: Tensor
     contract: Tensor

@@ -12,7 +12,10 @@ from deeptwin.parity.outcome import Outcome, Status
 
 
 def _middling(op: Op, card_name: str) -> list[Job]:
-    """Two cases of middling size on which an invariance runs and as many other relations as can be had."""
+    """Two cases of middling size on which an invariance runs and as many other relations as can be had.
+
+    A row that an interpreter takes on few cases only gets one of those as well.
+    """
     jobs = plan(load_card(card_name), op, full=False)
     jobs = [j for j in jobs if not getattr(j.case, "needs", ())]
 
@@ -21,7 +24,12 @@ def _middling(op: Op, card_name: str) -> list[Job]:
         return -sum(relation.only(job.case) for relation in op.relations), abs(size - 100)
 
     invariant = [j for j in jobs if any(r.only(j.case) for r in op.relations if r.name.endswith("_invariant"))]
-    return sorted(invariant or jobs, key=rank)[:2]
+    chosen = sorted(invariant or jobs, key=rank)[:2]
+    for row in {row.name: row for job in jobs for row in job.candidates}.values():
+        if all(row.refusal(job.case, "cpu") for job in chosen):
+            taken = [job for job in jobs if row.refusal(job.case, "cpu") is None]
+            chosen += sorted(taken, key=rank)[:1]
+    return chosen
 
 
 class Judged:

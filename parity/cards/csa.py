@@ -671,7 +671,6 @@ FUSED = Op(
         _record("fused_not_turned", "U30", "no channel is rotated"),
         _record("fused_turned_back", "U30", "the rotation has the opposite sense"),
         _record("fused_other_layout", "U23", "the other layout is written"),
-        _record("fused_other_floor", "U94", "the floor of the other writer"),
     ),
     controls=(_record_control("right_fused"),),
 )

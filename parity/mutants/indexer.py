@@ -207,7 +207,7 @@ def _score(faults: ScoreFaults, dots: Tensor, w: Tensor, order: ScoreOrder) -> T
     if faults.reduce == "unweighted":
         w = torch.ones_like(w)
     positive = dots.relu() if faults.relu == "each" else dots
-    if order is ScoreOrder.FP32:
+    if order in (ScoreOrder.FP32, ScoreOrder.BF16_ONCE):
         scores = torch.zeros_like(dots[0])
         for product in (positive * w).float().double():
             scores = scores + product
