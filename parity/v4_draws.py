@@ -323,9 +323,9 @@ class StoredPages:
             unpack_records(x[written], fmt=fmt, num=SEMANTIC).to(torch.float64) for x in (honest, want, rival, have)
         ]
         coded, tails = ([x[:, part] for x in rows] for part in (slice(fmt.channels), slice(fmt.channels, None)))
-        found = [self.limit.judge(coded[3].to(torch.float32), _Values(*coded[:3], oracles.arguments))]
+        found = [self.limit.judge(coded[3].to(torch.float32), _views(coded, oracles))]
         if fmt.tail:  # apart and in its own dtype: beside codes a wrong rounding of it is too small to be seen
-            found.append(V4_LAYER.judge(tails[3].to(torch.bfloat16), _Values(*tails[:3], oracles.arguments)))
+            found.append(V4_LAYER.judge(tails[3].to(torch.bfloat16), _views(tails, oracles)))
         return max(found, key=lambda judgement: (not judgement.ok, judgement.used))
 
 
@@ -349,13 +349,17 @@ class StoredPool:
         return self.limit.judge(got[written.to(got.device)], views)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Values:
     semantic: Tensor
     contract: Tensor
     rival: Tensor
     arguments: dict[str, Any]
     marks: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+def _views(rows: list[Tensor], oracles: Oracles) -> _Values:
+    return _Values(semantic=rows[0], contract=rows[1], rival=rows[2], arguments=oracles.arguments)
 
 
 def _refused(message: str) -> Judgement:
