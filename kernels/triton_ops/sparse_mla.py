@@ -21,6 +21,7 @@ from .split_softmax import (
     finish_rows,
     leave_split,
     load_query_tail,
+    online_step,
     padded_tail,
     require_rows,
     require_value_dim,
@@ -117,12 +118,7 @@ def _attend_records(
         scores = tl.dot(q, tl.trans(keys))
         scores = tl.dot(q_tail, tl.trans(tail), scores)
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - new_top)
-        p = tl.exp2(scores - new_top[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(tl.bfloat16), keys, acc * shrink[:, None])
-        top = new_top
+        top, total, acc = online_step(scores, keys, top, total, acc)
 
     # 4. finish, or leave fp32 partials
     rows = token * num_heads + heads

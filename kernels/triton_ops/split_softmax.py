@@ -82,12 +82,17 @@ def attend_keys(
         tail_mask = valid[:, None] & (tail_cols < TAIL_DIM)[None, :]
         tail = tl.load(key_at[:, None] + VALUE_DIM + tail_cols[None, :], mask=tail_mask, other=0.0)
         scores = tl.dot(q_tail, tl.trans(tail), scores, input_precision="ieee")
-    scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+    return online_step(tl.where(valid[None, :], scores * scale_log2, float("-inf")), keys, top, total, acc)
+
+
+@triton.jit
+def online_step(scores, values, top, total, acc):
+    """Maximum, sum and accumulator after one more block: scores in base 2, -inf where there is no key."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     shrink = tl.exp2(top - new_top)
     p = tl.exp2(scores - new_top[:, None])
     total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(keys.dtype), keys, acc * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     return new_top, total, acc
 
 

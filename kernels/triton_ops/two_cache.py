@@ -15,7 +15,7 @@ import triton.language as tl
 
 from . import require_runnable
 from .quant import ue8m0_value
-from .split_softmax import LOG2_E, LOWEST, arch_of, finish_rows, require_rows
+from .split_softmax import LOG2_E, LOWEST, arch_of, finish_rows, online_step, require_rows
 from .wide_records import wide_views
 
 
@@ -137,19 +137,6 @@ def load_entries(
 
 
 @triton.jit
-def attend_entries(q, keys, valid, top, total, acc, scale_log2):
-    """One step of the online softmax."""
-    scores = tl.dot(q, tl.trans(keys))
-    scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    shrink = tl.exp2(top - new_top)
-    p = tl.exp2(scores - new_top[:, None])
-    total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(tl.bfloat16), keys, acc * shrink[:, None])
-    return new_top, total, acc
-
-
-@triton.jit
 def _attend_two_caches(
     q_ptr,
     window_ptr,
@@ -241,7 +228,8 @@ def _attend_two_caches(
                 BLOCK_KEYS,
                 BITS,
             )
-        top, total, acc = attend_entries(q, keys, valid, top, total, acc, scale_log2)
+        scores = tl.where(valid[None, :], tl.dot(q, tl.trans(keys)) * scale_log2, float("-inf"))
+        top, total, acc = online_step(scores, keys, top, total, acc)
 
     # 3. divide by the row sum plus the sink, once, and store
     rows = token * num_heads + heads
