@@ -39,11 +39,7 @@ def sparse_attn_triton(
             lengths are not int32, or the sink is not float32.
         NotImplementedError: `value_dim` is no power of two from 16 up, or rows are not contiguous.
     """
-    dims: dict[str, int] = {}
-    expect_shape("q_thd", q_thd, "thd", dims)
-    expect_shape("kv_sd", kv_sd, "sd", dims)
-    expect_dtype("kv_sd", kv_sd, dtype)
-    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, dims, scale, value_dim, dtype)
+    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, scale, value_dim, dtype, kv_sd=kv_sd)
     from deeptwin.kernels.triton_ops import sparse_attn as kernels
 
     return kernels.sparse_attn(
@@ -70,11 +66,7 @@ def sparse_attn_tilelang(
         NotImplementedError: another dtype than bf16, heads that are no multiple of 64, other widths than 512 or 576
             with 512 values, rows that do not follow one another, or no SM90.
     """
-    dims: dict[str, int] = {}
-    expect_shape("q_thd", q_thd, "thd", dims)
-    expect_shape("kv_sd", kv_sd, "sd", dims)
-    expect_dtype("kv_sd", kv_sd, dtype)
-    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, dims, scale, value_dim, dtype)
+    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, scale, value_dim, dtype, kv_sd=kv_sd)
     _expect_specialised(q_thd, kv_sd.unsqueeze(0), "kv_sd", value_dim)
     from deeptwin.kernels.tilelang_ops import sparse_attn_sm90 as kernels
 
@@ -107,11 +99,7 @@ def sparse_attn_decode_tilelang(
         TypeError: as `sparse_attn_tilelang`.
         NotImplementedError: as `sparse_attn_tilelang`.
     """
-    dims: dict[str, int] = {}
-    expect_shape("q_thd", q_thd, "thd", dims)
-    expect_shape("kv_pod", kv_pod, "pod", dims)
-    expect_dtype("kv_pod", kv_pod, dtype)
-    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, dims, scale, value_dim, dtype)
+    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, scale, value_dim, dtype, kv_pod=kv_pod)
     _expect_specialised(q_thd, kv_pod, "kv_pod", value_dim)
     from deeptwin.kernels.tilelang_ops import sparse_attn_sm90 as kernels
 
@@ -139,11 +127,7 @@ def sparse_attn_flash_mla(
         NotImplementedError: no FlashMLA with the legacy line, another dtype than bf16, other heads than 64 or 128,
             other widths than 512 or 576 with 512 values, or no token or key.
     """
-    dims: dict[str, int] = {}
-    expect_shape("q_thd", q_thd, "thd", dims)
-    expect_shape("kv_sd", kv_sd, "sd", dims)
-    expect_dtype("kv_sd", kv_sd, dtype)
-    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, dims, scale, value_dim, dtype)
+    dims = _check_lists(q_thd, idx_tk, sink_h, topk_length_t, scale, value_dim, dtype, kv_sd=kv_sd)
     if dtype is not torch.bfloat16:
         raise NotImplementedError(f"dtype: expected bfloat16, got {dtype}")
     if dims["h"] not in (64, 128) or dims["d"] not in (512, 576) or value_dim != 512:
@@ -180,11 +164,7 @@ def sparse_attn_decode_triton(
             lengths are not int32, or the sink is not float32.
         NotImplementedError: `value_dim` is no power of two from 16 up, or rows are not contiguous.
     """
-    dims: dict[str, int] = {}
-    expect_shape("q_thd", q_thd, "thd", dims)
-    expect_shape("kv_pod", kv_pod, "pod", dims)
-    expect_dtype("kv_pod", kv_pod, dtype)
-    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, dims, scale, value_dim, dtype)
+    _check_lists(q_thd, idx_tk, sink_h, topk_length_t, scale, value_dim, dtype, kv_pod=kv_pod)
     from deeptwin.kernels.triton_ops import sparse_attn as kernels
 
     return kernels.sparse_attn_decode(
@@ -335,11 +315,17 @@ def _check_lists(
     idx_tk: Tensor,
     sink_h: Tensor | None,
     topk_length_t: Tensor | None,
-    dims: dict[str, int],
     scale: float,
     value_dim: int,
     dtype: torch.dtype,
-) -> None:
+    **keys: Tensor,
+) -> dict[str, int]:
+    """Check what every form takes; `keys` is one tensor, whose name ends in its axes. Returns the sizes by letter."""
+    dims: dict[str, int] = {}
+    expect_shape("q_thd", q_thd, "thd", dims)
+    for name, kv in keys.items():
+        expect_shape(name, kv, name.removeprefix("kv_"), dims)
+        expect_dtype(name, kv, dtype)
     expect_dtype("q_thd", q_thd, dtype)
     if dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"dtype: expected bfloat16 or float32, got {dtype}")
@@ -354,3 +340,4 @@ def _check_lists(
     expect_positive("scale", scale)
     if not 1 <= value_dim <= dims["d"]:
         raise ValueError(f"value_dim: expected a number in 1..{dims['d']}, got {value_dim}")
+    return dims
