@@ -732,6 +732,8 @@ def bisect_command(
 
     if rival is not None and limit is not None:
         fail("limit: --limit is for dumps without --rival, whose budget it would replace")
+    if limit is not None and not limit > 0:
+        fail(f"limit: expected a positive relative distance, got {limit}")
     try:
         rules = None if names is None else bisect.read_map(names)
         other = None if rival is None else Dump(rival)

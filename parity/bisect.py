@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from .capture import Dump, Stage
+from .capture import BadDump, Dump, Stage
 from .diagnose import diagnose
-from .floats import NARROW_FLOATS, row_rms, unit_roundoff
+from .floats import row_rms, unit_roundoff
 from .outcome import Worst
 from .rules import Budget, Judgement, worst_at
 
@@ -110,9 +110,11 @@ def compare(
 
     The reference is the truth, the SEMANTIC run if there is a `rival`: the same stages under RIVAL. Without `rules` the
     names are the same. `limit` is the relative distance that a row may have, instead of 16 units of the coarser dtype.
+
+    Raises:
+        BadDump: a tensor cannot be read, or the rival lacks a stage that both others have.
     """
     theirs = {stage.key: stage for stage in candidate.stages}
-    honest = {} if rival is None else {stage.key: stage for stage in rival.stages}
     for stage in reference.stages:
         rule = _rule_for(stage, rules)
         name = None if rule is None else rule.name_of(stage.name)
@@ -126,8 +128,17 @@ def compare(
         except _Misfit as error:
             yield Compared(stage=stage, candidate=other.name, status="differs", used=torch.inf, message=str(error))
             continue
-        yardstick = rival.tensor(honest[stage.key]) if rival is not None and stage.key in honest else None
-        yield _judged(stage, other, got, expected, yardstick, limit)
+        yield _judged(stage, other, got, expected, None if rival is None else _yardstick(rival, stage), limit)
+
+
+def _yardstick(rival: Dump, stage: Stage) -> Tensor:
+    """The same stage under RIVAL: without it there is no budget, and no other rule may stand in."""
+    same = next((one for one in rival.stages if one.key == stage.key and one.shape == stage.shape), None)
+    if same is None:
+        raise BadDump(
+            f"{rival.folder}: holds no {stage.key} of shape {list(stage.shape)}, of which RIVAL is the yardstick"
+        )
+    return rival.tensor(same)
 
 
 def _rule_for(stage: Stage, rules: list[MapRule] | None) -> MapRule | None:
@@ -206,8 +217,9 @@ def _judged(
 
 def _judged_exactly(stage: Stage, other: Stage, got: Tensor, expected: Tensor) -> Compared:
     """Indices, masks and codes: every value is equal or wrong."""
-    narrow = got.dtype in NARROW_FLOATS or expected.dtype in NARROW_FLOATS
-    a, b = (x.to(torch.float32 if narrow else torch.int64) for x in (got, expected))
+    # integers among themselves keep all their bits; beside a float they must not cut it
+    wide = torch.float64 if got.is_floating_point() or expected.is_floating_point() else torch.int64
+    a, b = got.to(wide), expected.to(wide)
     wrong = a != b
     judgement = Judgement(ok=not wrong.any(), used=torch.inf if wrong.any() else 0.0)
     return _outcome(stage, other, wrong, judgement, "", a, b)
@@ -265,7 +277,8 @@ def _first_row(where: Tensor) -> Tensor:
 
 def _place(stage: Stage, where: Tensor) -> dict[str, str]:
     names = stage.dims or tuple(f"axis {i}" for i in range(where.dim()))
-    return {name: _words(where.movedim(i, 0).flatten(1).any(-1)) for i, name in enumerate(names) if where.shape[i] > 1}
+    sizes = enumerate(where.shape)
+    return {names[i]: _words(where.movedim(i, 0).reshape(n, -1).any(-1)) for i, n in sizes if n > 1}
 
 
 def _words(wrong: Tensor) -> str:

@@ -187,6 +187,23 @@ def test_a_rival_replaces_the_limit_by_the_budget(tmp_path: Path) -> None:
     assert found.used > 1
 
 
+def test_a_stage_without_a_yardstick_is_refused(tmp_path: Path) -> None:
+    x = torch.randn(64, 4, 16, generator=torch.Generator().manual_seed(3))
+    a, wrong = written(tmp_path / "a", x=x, y=x), written(tmp_path / "b", x=x, y=x * 2)
+    other_shape, absent = written(tmp_path / "r", x=x, y=x[:3]), written(tmp_path / "s", x=x)
+    for rival in (other_shape, absent):
+        with pytest.raises(BadDump, match=r"holds no y@0\.0 of shape \[64, 4, 16\]"):
+            list(bisect.compare(Dump(a), Dump(wrong), rival=Dump(rival)))
+        assert CliRunner().invoke(app, ["bisect", str(a), str(wrong), "--rival", str(rival)]).exit_code == 2
+
+
+def test_a_fraction_beside_an_integer_is_not_cut(tmp_path: Path) -> None:
+    a, b = written(tmp_path / "a", ids=torch.tensor([1, 2])), written(tmp_path / "b", ids=torch.tensor([1.0, 2.5]))
+    found = first_difference(a, b)
+    assert found is not None
+    assert found.message == "1 of 2 values differ"
+
+
 def test_selections_are_compared_exactly_and_nan_by_its_place(tmp_path: Path) -> None:
     ids = torch.arange(12).reshape(4, 3)
     holes = torch.ones(4, 3)
@@ -290,3 +307,4 @@ def test_the_command_says_where_and_exits_by_what_was_found(tmp_path: Path) -> N
     assert run(app, ["bisect", str(a), str(tmp_path / "c")]).exit_code == 3
     assert run(app, ["bisect", str(a), str(tmp_path / "nowhere")]).exit_code == 2
     assert run(app, ["bisect", str(a), str(b), "--rival", str(a), "--limit", "1"]).exit_code == 2
+    assert run(app, ["bisect", str(a), str(b), "--limit", "0"]).exit_code == 2
