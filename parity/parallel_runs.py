@@ -1,7 +1,8 @@
 """What several processes must do as one: scenarios of `distributed`.
 
 Context parallel attention, the exchange of bounded replay, experts on other ranks (with copies, under any placement),
-requests on any rank of attention data parallelism, and experts that move. Everything is compared byte by byte.
+requests on any rank of attention data parallelism, and experts that move. Everything is compared byte by byte; keys
+that are split over ranks also within the budget of one list.
 """
 
 from __future__ import annotations

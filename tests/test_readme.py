@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deeptwin.parity.__main__ import app
-from deeptwin.parity.card import card_names
+from deeptwin.parity.card import card_names, load_card
 from deeptwin.parity.house import HOUSE
 
 README = (HOUSE / "README.md").read_text()
@@ -46,6 +46,16 @@ def test_every_component_and_command_is_listed():
         assert f"| `{name}` |" in README
     for command in ("list", "show", "run", "gate", "shrink", "mutants", "golden verify", "demo"):
         assert f"deeptwin {command}" in README
+
+
+def test_the_support_matrix_names_candidates_and_builds_of_the_cards():
+    for name in card_names():
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| `{name}` |")]
+        _, _, _, candidates, _, _, sm100, ascend, _ = row.split("|")
+        card = load_card(name)
+        assert set(re.findall(r"`([\w-]+)`", candidates)) == {c.name for op in card.ops for c in op.candidates}, name
+        built = {arch for op in card.ops for build in op.builds for arch in build.expect}
+        assert ("compiled" in sm100, "lowered" in ascend) == ("sm100" in built, "ascend950-simd" in built), name
 
 
 def test_no_placeholder_is_left():
