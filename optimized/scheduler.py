@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -253,6 +254,8 @@ class Request:
     processed: int = 0
     finish: Finish = Finish.OPEN
     is_constrained: bool = False
+    stops: tuple[int, ...] | None = None  # tokens that end it; None: the end token of the engine
+    boundary: int = 0  # a position that no chunk of the prompt crosses, 0 if none
 
     @property
     def in_flight(self) -> int:
@@ -271,13 +274,14 @@ class Item:
     rows: int
     keys: int
     blocks: tuple[int, ...]
+    known: int = 0  # tokens of the request that a prompt chunk belongs to
     tokens: tuple[int, ...] = ()  # of a prompt chunk
     is_last: bool = True
     rates_of: tuple[int, int] = (-1, -1)  # steps whose rates chose the number of rows, and their distribution
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StepPlan:
     """One step of one rank."""
 
     step: int
@@ -292,6 +296,7 @@ class Result:
     tokens: tuple[int, ...]
     accepted: int = 0
     rates: tuple[float, ...] = ()
+    logprobs: tuple[float, ...] = ()  # of the tokens, where the device computes any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +374,11 @@ class Scheduler:
         """The request starts again from its tokens, at the front of the queue."""
         state = self.release(state, request_id).without([request_id])
         request = state.requests[request_id]
-        fresh = Request(id=request.id, tokens=request.tokens, prompt=request.prompt, max_tokens=request.max_tokens)
+        nothing = Request(id=request.id, tokens=(), prompt=0, max_tokens=0)
+        fresh = replace(
+            request,
+            **{name: getattr(nothing, name) for name in ("committed", "rates", "has_drafts", "scheduled", "processed")},
+        )
         return replace(state.put(fresh), waiting=(request_id, *state.waiting))
 
     def reclaim(self, state: EngineState) -> EngineState:
@@ -393,11 +402,11 @@ class Scheduler:
             held_w=_column(len(request.blocks) for request in waiting),
             is_ready_w=torch.ones(len(waiting), dtype=torch.bool),
             has_ended_w=torch.tensor(ended, dtype=torch.bool),
-            boundary_w=torch.zeros(len(waiting), dtype=torch.int32),
+            boundary_w=_column(request.boundary for request in waiting),
             image_wi=torch.zeros(len(waiting), 0, 2, dtype=torch.int32),
         )
 
-    def prompt_step(self, state: EngineState, step: int) -> tuple[EngineState, Plan]:
+    def prompt_step(self, state: EngineState, step: int) -> tuple[EngineState, StepPlan]:
         """Chunks for the head of the queue."""
         state = self.reclaim(state)
         waiting, config = state.waiting, self.config
@@ -418,6 +427,7 @@ class Scheduler:
                     rows=tokens,
                     keys=end,
                     blocks=state.requests[request_id].blocks,
+                    known=len(request.tokens),
                     tokens=request.tokens[request.committed : end],
                     is_last=end == len(request.tokens),
                 )
@@ -425,9 +435,9 @@ class Scheduler:
         whole = tuple(item.id for item in items if item.is_last)
         left = tuple(waiting[place] for place in order.tolist() if place >= 0)
         state = replace(state, waiting=left, running=(*state.running, *whole))
-        return state, Plan(step=step, kind=StepKind.PROMPT, items=tuple(items))
+        return state, StepPlan(step=step, kind=StepKind.PROMPT, items=tuple(items))
 
-    def decode_step(self, state: EngineState, step: int) -> tuple[EngineState, Plan]:
+    def decode_step(self, state: EngineState, step: int) -> tuple[EngineState, StepPlan]:
         """Rows for the running requests; those for whom no block is left are preempted."""
         running, config = state.running, self.config
         requests = [state.requests[i] for i in running]
@@ -455,7 +465,7 @@ class Scheduler:
             keys = request.committed + request.in_flight * (config.gamma + 1) + count
             items.append(Item(id=request_id, rows=count, keys=keys, blocks=request.blocks, rates_of=made[request_id]))
             state = state.put(replace(request, scheduled=request.scheduled + 1))
-        return state, Plan(step=step, kind=StepKind.DECODE, items=tuple(items))
+        return state, StepPlan(step=step, kind=StepKind.DECODE, items=tuple(items))
 
     def verification(self, state: EngineState, chosen: Sequence[int]) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """Rows of every request: all drafts, or as many as old rates make worth while, given out by new rates."""
@@ -474,7 +484,7 @@ class Scheduler:
         worth = sum(survival >= TRUSTED for rates in old for survival in _survival(rates))
         return _allocated_rows(new, worth), made
 
-    def settle(self, state: EngineState, plan: Plan, results: Mapping[int, Result]) -> EngineState:
+    def settle(self, state: EngineState, plan: StepPlan, results: Mapping[int, Result]) -> EngineState:
         """What a step brought is appended; results of requests that ended or were preempted meanwhile are dropped."""
         for item in plan.items:
             request, result = state.requests[item.id], results[item.id]
@@ -498,7 +508,7 @@ class Scheduler:
         for token in tokens:
             known, committed = (*request.tokens, token), request.committed + stored
             request = replace(request, tokens=known, committed=committed)
-            if token == self.eos:
+            if token in ((self.eos,) if request.stops is None else request.stops):
                 return self.end(state.put(request), request.id, Finish.STOP)
             if len(known) > self.config.max_length or len(known) - request.prompt == request.max_tokens:
                 return self.end(state.put(request), request.id, Finish.LENGTH)
@@ -522,6 +532,32 @@ def _allocated_rows(rates: Sequence[Sequence[float]], drafts: int) -> list[int]:
     return rows
 
 
+# what every device knows of a step that was planned before the one in flight was known
+
+
+def verified_rows(plan: StepPlan, rates: Mapping[int, Sequence[float]], config: SchedulerConfig) -> list[int]:
+    """Rows of every request: with a step in flight the same total, given out by rates that the scheduler lacks.
+
+    `rates` are those of the step before; a request that was not in it has none.
+    """
+    rows = [item.rows for item in plan.items]
+    if not (config.asynchronous and config.scheduled_verification):
+        return rows
+    nothing = (0.0,) * config.gamma
+    return _allocated_rows([rates.get(item.id, nothing) for item in plan.items], sum(rows) - len(rows))
+
+
+def first_position(item: Item, accepted: Mapping[int, int], config: SchedulerConfig) -> int:
+    """The position of an item's first row: its keys, less those of drafts that the step before did not accept.
+
+    `accepted` are the drafts accepted in the step before, if that decoded; the scheduler counts as if all were.
+    """
+    keys = item.keys
+    if config.asynchronous and item.id in accepted:
+        keys -= config.gamma - accepted[item.id]
+    return keys - item.rows
+
+
 # a device with a toy model
 
 WRAP = 2**64
@@ -543,7 +579,7 @@ class ToyDevice:
         self.accepted: dict[int, int] = {}
         self.highest = -1  # position that a row or a draft was given
 
-    def run(self, plan: Plan) -> dict[int, Result]:
+    def run(self, plan: StepPlan) -> dict[int, Result]:
         """The results of a step, by request."""
         if plan.kind is StepKind.PROMPT:
             self.accepted = {}
@@ -553,14 +589,9 @@ class ToyDevice:
         self.accepted = {request_id: result.accepted for request_id, result in results.items()}
         return results
 
-    def rows(self, plan: Plan) -> list[int]:
-        """Rows of every request: with a step in flight the same total, given out by rates the scheduler lacks."""
-        rows = [item.rows for item in plan.items]
-        if not (self.config.asynchronous and self.config.scheduled_verification):
-            return rows
-        nothing = (0.0,) * self.config.gamma
-        rates = [self.proposals[item.id][2] if item.id in self.accepted else nothing for item in plan.items]
-        return _allocated_rows(rates, sum(rows) - len(rows))
+    def rows(self, plan: StepPlan) -> list[int]:
+        """Rows of every request."""
+        return verified_rows(plan, {i: self.proposals[i][2] for i in self.accepted}, self.config)
 
     def prefill(self, item: Item) -> Result:
         """A chunk's keys, and the token behind its last row; placeholder drafts, which nobody trusts."""
@@ -585,11 +616,8 @@ class ToyDevice:
         return Result(tokens=tokens, accepted=accepted, rates=self.proposals[item.id][2])
 
     def start(self, item: Item) -> int:
-        """The position of an item's first row: its keys, less those of drafts that the step before did not accept."""
-        keys = item.keys
-        if self.config.asynchronous and item.id in self.accepted:
-            keys -= self.config.gamma - self.accepted[item.id]
-        return keys - item.rows
+        """The position of an item's first row."""
+        return first_position(item, self.accepted, self.config)
 
     def agreed(self, drafts: Sequence[int], outputs: Sequence[int]) -> int:
         """Leading drafts that equal the outputs before them."""
@@ -646,26 +674,84 @@ def _signed(x: int) -> int:
 # an engine: ranks of schedulers and devices that vote on every step
 
 
+class Device(Protocol):
+    """What computes the steps of one rank; `highest`: the last position that a row or a draft was given."""
+
+    highest: int
+
+    def run(self, plan: StepPlan) -> dict[int, Result]:
+        """The results of a step, by request."""
+        ...
+
+
+Settled = list[tuple[StepPlan, dict[int, Result]]]
+
+
 @dataclass(kw_only=True)
 class Rank:
     """A scheduler, its state, its device, and the decode step whose results it has not processed."""
 
     scheduler: Scheduler
-    device: ToyDevice
+    device: Device
     state: EngineState
-    pending: deque[tuple[Plan, dict[int, Result]]] = field(default_factory=deque)
+    pending: deque[tuple[StepPlan, dict[int, Result]]] = field(default_factory=deque)
 
-    def run(self, plan: Plan, state: EngineState) -> None:
-        """One step: launch it, process the one before, and this one unless it may wait for the next."""
+    def run(self, plan: StepPlan, state: EngineState) -> Settled:
+        """One step: launch it, process the one before, and this one unless it may wait; what was processed."""
         self.state = state
         results = self.device.run(plan)
         self.pending.append((plan, results))
         waits = self.scheduler.config.asynchronous and plan.kind is StepKind.DECODE and bool(plan.items)
+        settled: Settled = []
         while len(self.pending) > waits:
-            self.state = self.scheduler.settle(self.state, *self.pending.popleft())
+            settled.append(self.pending.popleft())
+            self.state = self.scheduler.settle(self.state, *settled[-1])
+        return settled
 
 
-Watch = Callable[[Rank, Plan], None]
+Watch = Callable[[Rank, StepPlan], None]
+
+
+class Ranks:
+    """Ranks that take the same kind of step, prompt chunks or decode rows, by vote."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = ranks
+        self.steps = 0
+        self.votes: list[tuple[list[bool], list[int], list[bool]]] = []  # since the last prompt step
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs, or a step is in flight."""
+        return any(rank.state.has_open or rank.pending for rank in self.ranks)
+
+    def step(self, watch: Watch = lambda rank, plan: None) -> list[Settled]:
+        """One step of every rank; what each of them processed. `watch` sees every rank behind its step."""
+        prompts = [rank.scheduler.prompt_step(rank.state, self.steps) for rank in self.ranks]
+        self.votes.append(
+            (
+                [bool(rank.state.waiting) for rank in self.ranks],
+                # the limit on what is in use protects those that run
+                [len(r.state.free) if r.state.running else r.scheduler.config.num_blocks - 1 for r in self.ranks],
+                [bool(plan.items) for _, plan in prompts],
+            )
+        )
+        if _last_kind(self.votes, self.ranks[0].scheduler.config) is StepKind.PROMPT:
+            self.votes, chosen = [], prompts
+        else:
+            # requests that ended in the queue, or never fit, have left it even if nobody was chosen
+            states = [
+                rank.state if plan.items else state for rank, (state, plan) in zip(self.ranks, prompts, strict=True)
+            ]
+            chosen = [
+                rank.scheduler.decode_step(state, self.steps) for rank, state in zip(self.ranks, states, strict=True)
+            ]
+        settled = []
+        for rank, (state, plan) in zip(self.ranks, chosen, strict=True):
+            settled.append(rank.run(plan, state))
+            watch(rank, plan)
+        self.steps += 1
+        return settled
 
 
 def streams_stepwise(
@@ -723,40 +809,20 @@ def streams_stepwise(
 def _serve(
     ranks: list[Rank], requests: Sequence[Request], arrivals: Sequence[int], aborts: Sequence[int], watch: Watch
 ) -> None:
-    config = ranks[0].scheduler.config
+    config, together = ranks[0].scheduler.config, Ranks(ranks)
     # every token may take a step of its own, every prompt a vote and a chunk for each token, and preemption doubles it
     work = sum(request.max_tokens + len(request.tokens) for request in requests)
     last = max([0, *arrivals]) + 4 * (config.all_interval + config.any_interval) * (len(requests) + 1) + 16 * work
-    votes: list[tuple[list[bool], list[int], list[bool]]] = []
-    step = 0
-    while step <= max([-1, *arrivals]) or any(rank.state.has_open or rank.pending for rank in ranks):
-        if step > last:
+    while together.steps <= max([-1, *arrivals]) or together.has_work:
+        if together.steps > last:
             raise RuntimeError(f"requests that do not end in {last} steps: {[rank.state.waiting for rank in ranks]}")
         for request, arrival, abort in zip(requests, arrivals, aborts, strict=True):
             rank = ranks[request.id % len(ranks)]
-            if arrival == step:
+            if arrival == together.steps:
                 rank.state = rank.scheduler.arrive(rank.state, request)
-            if abort == step and request.id in rank.state.requests:
+            if abort == together.steps and request.id in rank.state.requests:
                 rank.state = rank.scheduler.abort(rank.state, request.id)
-        prompts = [rank.scheduler.prompt_step(rank.state, step) for rank in ranks]
-        votes.append(
-            (
-                [bool(rank.state.waiting) for rank in ranks],
-                # the limit on what is in use protects those that run
-                [len(rank.state.free) if rank.state.running else config.num_blocks - 1 for rank in ranks],
-                [bool(plan.items) for _, plan in prompts],
-            )
-        )
-        if _last_kind(votes, config) is StepKind.PROMPT:
-            votes, chosen = [], prompts
-        else:
-            # requests that ended in the queue, or never fit, have left it even if nobody was chosen
-            states = [rank.state if plan.items else state for rank, (state, plan) in zip(ranks, prompts, strict=True)]
-            chosen = [rank.scheduler.decode_step(state, step) for rank, state in zip(ranks, states, strict=True)]
-        for rank, (state, plan) in zip(ranks, chosen, strict=True):
-            rank.run(plan, state)
-            watch(rank, plan)
-        step += 1
+        together.step(watch)
 
 
 def _last_kind(votes: list[tuple[list[bool], list[int], list[bool]]], config: SchedulerConfig) -> StepKind:

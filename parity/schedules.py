@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deeptwin.optimized.scheduler import Plan, Rank, Scheduler, streams_stepwise
+from deeptwin.optimized.scheduler import StepPlan, Rank, Scheduler, streams_stepwise
 from deeptwin.reference.config import EngineKind, Finish, SchedulerConfig, StepKind, ToyModel
 from deeptwin.reference.scheduler import streams
 
@@ -28,7 +28,7 @@ class Watcher:
     faults: list[str] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
 
-    def __call__(self, rank: Rank, plan: Plan) -> None:
+    def __call__(self, rank: Rank, plan: StepPlan) -> None:
         """Blocks, budgets, keys, positions and the age of rates."""
         config = rank.scheduler.config
         self.seen[plan.kind.name] += bool(plan.items)

@@ -12,10 +12,10 @@ from torch import Tensor
 from deeptwin.optimized.scheduler import (
     EngineState,
     Item,
-    Plan,
     Request,
     Result,
     Scheduler,
+    StepPlan,
     ToyDevice,
     streams_stepwise,
 )
@@ -60,10 +60,10 @@ def _streams_with(
 class _Batched(ToyDevice):
     """A device that remembers the step it runs."""
 
-    plan: Plan | None = None
+    plan: StepPlan | None = None
     row = 0
 
-    def run(self, plan: Plan) -> dict[int, Result]:
+    def run(self, plan: StepPlan) -> dict[int, Result]:
         self.plan = plan
         return super().run(plan)
 
@@ -158,7 +158,7 @@ class _NoRoom(Scheduler):
 
 
 class _RejectedKept(Scheduler):
-    def settle(self, state: EngineState, plan: Plan, results: Mapping[int, Result]) -> EngineState:
+    def settle(self, state: EngineState, plan: StepPlan, results: Mapping[int, Result]) -> EngineState:
         before = {item.id: state.requests[item.id].committed for item in plan.items}
         state = super().settle(state, plan, results)
         for item in plan.items:
@@ -196,7 +196,7 @@ class _LimitLate(Scheduler):
 
 
 class _ChunkSampled(Scheduler):
-    def settle(self, state: EngineState, plan: Plan, results: Mapping[int, Result]) -> EngineState:
+    def settle(self, state: EngineState, plan: StepPlan, results: Mapping[int, Result]) -> EngineState:
         state = super().settle(state, plan, results)
         for item in plan.items:
             if not item.is_last:
@@ -221,7 +221,7 @@ class _FreedAndKept(Scheduler):
 
 
 class _LateKept(Scheduler):
-    def settle(self, state: EngineState, plan: Plan, results: Mapping[int, Result]) -> EngineState:
+    def settle(self, state: EngineState, plan: StepPlan, results: Mapping[int, Result]) -> EngineState:
         for item in plan.items:
             is_late = plan.kind is StepKind.DECODE and item.id in state.waiting
             if is_late and state.requests[item.id].finish is Finish.OPEN:
