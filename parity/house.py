@@ -14,7 +14,7 @@ UNPAIRED = ("block", "model", "checkpoint", "accounting", "muon", "load_bias", "
 SUPPORT = (
     *("numerics", "config", "presets", "checks", "weights", "layouts", "images", "cache_plan"),
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
-    "providers",
+    *("providers", "plan", "steps"),
     *("block_pool", "prefix_toy"),
     *("taps", "block_ffn", "block_v41", "block_weights", "ffn_weights", "mtp_weights"),
     *("dsa_index", "dsa_state"),
