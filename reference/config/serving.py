@@ -30,6 +30,7 @@ class Finish(enum.IntEnum):
     ABORTED = 3
     IGNORED = 4
     RESOURCES = 5
+    FAILED = 6  # no token may follow: its grammar, or logits that no token can be drawn from
 
 
 class StepKind(enum.IntEnum):
