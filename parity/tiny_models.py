@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,14 +38,6 @@ ENTROPY = 2.0  # of the next token, in nats: normal logits of variance 2 (ln v -
 BIAS = 0.1  # from one expert's bias to the next: less than scores differ by from token to token
 
 
-@overload
-def tiny_config(generation: Literal["v3", "v32"], *, vocab: int) -> V3Config: ...
-@overload
-def tiny_config(generation: Literal["v4"], *, vocab: int) -> V4Config: ...
-@overload
-def tiny_config(generation: Literal["v41"], *, vocab: int) -> V41Stack: ...
-@overload
-def tiny_config(generation: str, *, vocab: int) -> V3Config | V4Config | V41Stack: ...
 def tiny_config(generation: str, *, vocab: int) -> V3Config | V4Config | V41Stack:
     """The model of a generation with `vocab` token ids.
 
@@ -108,26 +100,11 @@ def tiny_state(
     return config, state
 
 
-@overload
-def tiny_model(
-    generation: Literal["v3", "v32"], *, vocab: int, seed: int, fixed_experts: bool = False
-) -> tuple[V3Config, V3Model]: ...
-@overload
-def tiny_model(
-    generation: Literal["v4"], *, vocab: int, seed: int, fixed_experts: bool = False
-) -> tuple[V4Config, V4Model]: ...
-@overload
-def tiny_model(
-    generation: Literal["v41"], *, vocab: int, seed: int, fixed_experts: bool = False
-) -> tuple[V41Stack, V41Model]: ...
-@overload
-def tiny_model(
-    generation: str, *, vocab: int, seed: int, fixed_experts: bool = False
-) -> tuple[V3Config | V4Config | V41Stack, V3Model | V4Model | V41Model]: ...
-def tiny_model(
-    generation: str, *, vocab: int, seed: int, fixed_experts: bool = False
-) -> tuple[V3Config | V4Config | V41Stack, V3Model | V4Model | V41Model]:
-    """A tiny model of "v3", "v32", "v4" or "v41": its configuration and its weights, of `tiny_state`."""
+def tiny_model(generation: str, *, vocab: int, seed: int, fixed_experts: bool = False) -> tuple[Any, Any]:
+    """A tiny model of "v3", "v32", "v4" or "v41": its configuration and its weights, of `tiny_state`.
+
+    They are V3Config and V3Model (v3, v32), V4Config and V4Model, or V41Stack and V41Model.
+    """
     config, state = tiny_state(generation, vocab=vocab, seed=seed, fixed_experts=fixed_experts)
     if isinstance(config, V3Config):
         return config, V3Model.from_state_dict(state, config=config)
