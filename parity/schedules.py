@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deeptwin.optimized.scheduler import StepPlan, Rank, Scheduler, streams_stepwise
+from deeptwin.optimized.scheduler import Rank, Scheduler, StepPlan, streams_stepwise
 from deeptwin.reference.config import EngineKind, Finish, SchedulerConfig, StepKind, ToyModel
 from deeptwin.reference.scheduler import streams
 

@@ -7,6 +7,8 @@ step costs next to nothing: schedules can be tried by the thousand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,9 @@ class ToyRunner:
 
     history = 2
 
-    def __init__(self, plan: Plan, *, vocab: int, pages: int, states: int, page_tokens: int, spread: float = 4.0) -> None:
+    def __init__(
+        self, plan: Plan, *, vocab: int, pages: int, states: int, page_tokens: int, spread: float = 4.0
+    ) -> None:
         self.plan, self.vocab, self.page_tokens, self.spread = plan, vocab, page_tokens, spread
         self.key_po = torch.arange(pages * page_tokens).view(pages, page_tokens) * ODD + 1  # what nobody wrote
         self.ring_so = torch.arange(states * RING).view(states, RING) * ODD + 2
@@ -39,17 +43,25 @@ class ToyRunner:
     def forward(self, token_t: Tensor, past_bk: Tensor, step: Csa2Step, *, tap: Tap = ignore) -> Forward:
         """Keys into pages and rings, then every row from what is there."""
         at_t, seq_t = step.positions_t.long(), step.seq_t.long()
-        before_t2 = torch.stack([self._before(token_t, past_bk, step, back) for back in (2, 1)], 1)
-        key_t = _mixed(token_t * STRIDE + before_t2[:, 0] * ODD + before_t2[:, 1] * RADIX + at_t)
-        # a row of a prompt sees the window as it was, and what the chunk put there since
-        rows = [self._row(t, key_t, step) for t in range(len(token_t))] if not step.decode else None
-        page_t = step.table_bp.long()[seq_t, at_t // self.page_tokens]
-        self.key_po[page_t, at_t % self.page_tokens] = key_t
-        self.ring_so[step.state_b.long()[seq_t], at_t % RING] = key_t
-        window = rows if rows is not None else [self._ring(int(s), int(p), step) for s, p in zip(seq_t, at_t, strict=True)]
-        whole = [self._pages(int(s), int(p), step) for s, p in zip(seq_t, at_t, strict=True)]
-        hidden_y = _mixed(torch.stack(whole) + torch.stack(window)) if len(token_t) else token_t
-        return Forward(row_t=torch.arange(len(token_t)), hidden_ym=hidden_y[:, None], features=())
+        key_t = token_t * STRIDE + at_t
+        for back, factor in ((1, RADIX), (2, ODD)):
+            key_t = key_t + self._before(token_t, past_bk, step, back) * factor
+        key_t = _mixed(key_t)
+        slot_t = step.state_b.long()[seq_t]
+        # a prompt's row sees the window as it was before the chunk, and what the chunk has put there since
+        window_tw = at_t[:, None] - torch.arange(WINDOW)
+        first_t1 = step.first_b.long()[seq_t][:, None]
+        old_tw = self.ring_so[slot_t[:, None], window_tw % RING]
+        row_tw = (torch.arange(len(token_t))[:, None] - torch.arange(WINDOW)).clamp(min=0)
+        seen_tw = torch.where(window_tw < first_t1, old_tw, key_t[row_tw])
+        self.key_po[step.table_bp.long()[seq_t, at_t // self.page_tokens], at_t % self.page_tokens] = key_t
+        self.ring_so[slot_t, at_t % RING] = key_t
+        if step.decode:
+            seen_tw = self.ring_so[slot_t[:, None], window_tw % RING]
+        there_tw = window_tw >= step.valid_b.long()[seq_t][:, None].clamp(min=0)
+        ring_t = torch.where(there_tw, _mixed(seen_tw + window_tw * STRIDE), 0).sum(1)
+        hidden_t = _mixed(self._pages(step)[seq_t, at_t] + ring_t)
+        return Forward(row_t=torch.arange(len(token_t)), hidden_ym=hidden_t[:, None], features=())
 
     def head(self, hidden_ym: Tensor) -> Tensor:
         """Logits that look drawn; in thousandths, so that they are exact."""
@@ -63,23 +75,11 @@ class ToyRunner:
         past_t = past_bk[step.seq_t.long(), (past_bk.shape[1] - back + within_t).clamp(max=past_bk.shape[1] - 1)]
         return torch.where(within_t >= back, own_t, past_t)
 
-    def _pages(self, seq: int, position: int, step: Csa2Step) -> Tensor:
-        at_s = torch.arange(position + 1)
-        key_s = self.key_po[step.table_bp.long()[seq, at_s // self.page_tokens], at_s % self.page_tokens]
-        return (_mixed(key_s + at_s * RADIX)).sum()
-
-    def _ring(self, seq: int, position: int, step: Csa2Step) -> Tensor:
-        at_w = torch.arange(max(position - WINDOW + 1, int(step.valid_b[seq])), position + 1)
-        return _mixed(self.ring_so[int(step.state_b[seq]), at_w % RING] + at_w * STRIDE).sum()
-
-    def _row(self, t: int, key_t: Tensor, step: Csa2Step) -> Tensor:
-        seq, position = int(step.seq_t[t]), int(step.positions_t[t])
-        first = int(step.first_b[seq])
-        at_w = torch.arange(max(position - WINDOW + 1, int(step.valid_b[seq])), position + 1)
-        start = t - (position - first)
-        old_w = self.ring_so[int(step.state_b[seq]), at_w % RING]
-        new_w = key_t[(start + at_w - first).clamp(min=0)]
-        return _mixed(torch.where(at_w < first, old_w, new_w) + at_w * STRIDE).sum()
+    def _pages(self, step: Csa2Step) -> Tensor:
+        """The sum over all keys up to each position of every sequence."""
+        at_s = torch.arange(int(step.end_b.max()) if len(step.end_b) else 0)
+        page_bs = step.table_bp.long()[:, (at_s // self.page_tokens).clamp(max=step.table_bp.shape[1] - 1)]
+        return _mixed(self.key_po[page_bs, at_s % self.page_tokens] + at_s * RADIX).cumsum(1)
 
     def snapshot(self, slot: int, end: int) -> bytes:
         """The ring."""
@@ -103,3 +103,28 @@ class ToyRunner:
 
     def reset(self, slot: int) -> None:
         """Nothing: what an earlier request left in a ring is not read."""
+
+
+def toy_logits(tokens: Sequence[int], *, vocab: int, spread: float = 4.0) -> Tensor:
+    """What the toy gives behind the last of these tokens, fp32 [v]: written out with whole numbers, without caches."""
+    keys = []
+    for at, token in enumerate(tokens):
+        key = token * STRIDE + at
+        for back, factor in ((1, RADIX), (2, ODD)):
+            key += (tokens[at - back] if at >= back else -1) * factor
+        keys.append(_mixed_int(key))
+    whole = sum(_mixed_int(key + at * RADIX) for at, key in enumerate(keys))
+    window = sum(_mixed_int(keys[at] + at * STRIDE) for at in range(max(len(tokens) - WINDOW, 0), len(tokens)))
+    hidden = _mixed_int(whole + window)
+    words = [_mixed_int(_mixed_int(hidden + column * STRIDE) + RADIX) & 0xFFFF for column in range(vocab)]
+    return torch.tensor([(word - 2**15) * (spread / 2**15) for word in words])
+
+
+def _mixed_int(x: int) -> int:
+    x = _wrapped(x)
+    x = _wrapped((x ^ (x >> 31)) * ODD)
+    return x ^ (x >> 29)
+
+
+def _wrapped(x: int) -> int:
+    return (x + 2**63) % 2**64 - 2**63

@@ -1,0 +1,370 @@
+"""Requests served by the engine on a tiny or a toy model, and the same requests answered one by one without any cache.
+
+`serve_reference` and `serve_triton` are the engine with a plan of one backend. `serve_alone` is the truth: every
+request by itself, the whole sequence computed again for every token, drawn by the reference's sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deeptwin.optimized.drafter import Drafter, NoDrafter, ScriptedDrafter
+from deeptwin.optimized.engine import Engine, EngineConfig, Generate, Generation
+from deeptwin.optimized.engine_device import ModelDevice, Sampling
+from deeptwin.optimized.engine_store import MemoryStore, Store, exact_reuse
+from deeptwin.optimized.plan import Plan, plan_of
+from deeptwin.optimized.runners import runner_of
+from deeptwin.optimized.scheduler import EngineState, Scheduler
+from deeptwin.optimized.steps import Runner
+from deeptwin.optimized.verification import Greedy
+from deeptwin.reference.config import (
+    LEAST_TEMPERATURE,
+    Draw,
+    DrawUse,
+    EngineKind,
+    Finish,
+    GrammarKind,
+    GrammarRequest,
+    SamplingParams,
+    SchedulerConfig,
+    Truncation,
+    Vocabulary,
+)
+from deeptwin.reference.model import model_v3, model_v4, model_v41
+from deeptwin.reference.numerics import CONTRACT, Numerics
+from deeptwin.reference.presets import V3Config, V4Config
+from deeptwin.reference.philox import subsequences
+from deeptwin.reference.sampling import argmax_tokens, sample_logits
+from deeptwin.reference.structured_output import apply_masks, token_masks
+
+from .tiny_models import tiny_model
+from .toy_runner import ToyRunner, toy_logits
+
+EOS = 3
+GENERATIONS = ("toy", "v3", "v32", "v4", "v41")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Everything about a run but the requests: model, schedule, drafts, reuse of prefixes.
+
+    `warm`: the requests were served before, with all prompts cut to this many tokens (0: nothing was), and left their
+    prefixes. `shuffle` renumbers pages and states; `quality` is that of scripted drafts, -1: the model's own drafter.
+    """
+
+    generation: str
+    vocab: int = 61
+    seed: int = 1
+    page: int = 16
+    budget: int = 24
+    max_requests: int = 4
+    tight: bool = False
+    asynchronous: bool = False
+    gamma: int = 0
+    quality: int = 100
+    scheduled: bool = False
+    warm: int = 0
+    shuffle: int = 0
+    truncation: Truncation = Truncation.OFF
+    greedy: Greedy = Greedy.ARGMAX
+    draw: Draw = Draw.NVIDIA
+    grammars: tuple[int, ...] = ()  # requests that follow a grammar of digits
+
+
+Outputs = tuple[Tensor, Tensor, Tensor]  # token_bn int32, -1 behind; logprob_bn fp32, 0 behind; finish_b int32
+
+
+def serve_reference(
+    prompt_bs: Tensor,
+    length_b: Tensor,
+    max_tokens_b: Tensor,
+    arrival_b: Tensor,
+    temperature_b: Tensor,
+    top_p_b: Tensor,
+    seed_b: Tensor,
+    *,
+    serving: Serving,
+) -> Outputs:
+    """The engine on functions of the reference: what is judged is scheduling, caches, drafts and drawing."""
+    requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
+    return _columns(serve(requests, arrival_b.tolist(), serving=serving, backend="reference"))
+
+
+def serve_triton(
+    prompt_bs: Tensor,
+    length_b: Tensor,
+    max_tokens_b: Tensor,
+    arrival_b: Tensor,
+    temperature_b: Tensor,
+    top_p_b: Tensor,
+    seed_b: Tensor,
+    *,
+    serving: Serving,
+) -> Outputs:
+    """The engine on Triton kernels."""
+    requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
+    return _columns(serve(requests, arrival_b.tolist(), serving=serving, backend="triton"))
+
+
+def serve_alone(
+    prompt_bs: Tensor,
+    length_b: Tensor,
+    max_tokens_b: Tensor,
+    arrival_b: Tensor,
+    temperature_b: Tensor,
+    top_p_b: Tensor,
+    seed_b: Tensor,
+    *,
+    serving: Serving,
+    num: Numerics = CONTRACT,
+) -> Outputs:
+    """Every request by itself, without caches, batches, drafts or an engine.
+
+    Raises:
+        ValueError: shapes disagree, or a prompt is empty or has tokens outside the vocabulary.
+    """
+    requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
+    return _columns([_alone(i, request, serving, num) for i, request in enumerate(requests)])
+
+
+def requests_of(
+    prompt_bs: Tensor,
+    length_b: Tensor,
+    max_tokens_b: Tensor,
+    temperature_b: Tensor,
+    top_p_b: Tensor,
+    seed_b: Tensor,
+    *,
+    serving: Serving,
+) -> list[Generate]:
+    """The rows of a draw as requests."""
+    found = []
+    for b, length in enumerate(length_b.tolist()):
+        prompt = tuple(prompt_bs[b, :length].tolist())
+        if not prompt or not all(0 <= token < serving.vocab for token in prompt):
+            raise ValueError(f"prompt_bs: expected tokens below {serving.vocab} in row {b}, got {prompt}")
+        params = SamplingParams(
+            seed=int(seed_b[b]),
+            temperature=float(temperature_b[b]),
+            top_p=float(top_p_b[b]),
+            max_tokens=int(max_tokens_b[b]),
+        )
+        grammar = DIGITS if b in serving.grammars else None
+        found.append(Generate(prompt=prompt, params=params, grammar=grammar))
+    return found
+
+
+def serve(
+    requests: list[Generate],
+    arrivals: list[int],
+    *,
+    serving: Serving,
+    backend: str,
+    device: type[ModelDevice] = ModelDevice,
+    hear: Callable[[Engine], None] = lambda engine: None,
+) -> list[Generation]:
+    """Serve requests that arrive at the given steps; `hear` sees the engine behind every step."""
+    streams = _streams(requests, serving, backend) if serving.gamma and serving.quality >= 0 else {}
+    store = MemoryStore()
+    if serving.warm:
+        early = [replace(r, prompt=r.prompt[: serving.warm]) for r in requests if len(r.prompt) >= serving.warm]
+        engine_for(replace(serving, gamma=0, quality=0), early, backend, store=store).generate(early)
+    engine = engine_for(serving, requests, backend, streams=streams, store=store, device=device)
+    found: dict[int, Generation] = {}
+    step = 0
+    order = sorted(range(len(requests)), key=lambda i: (arrivals[i], i))
+    names: dict[int, int] = {}
+    while order or engine.has_work:
+        while order and arrivals[order[0]] <= step:
+            place = order.pop(0)
+            name = engine.submit(requests[place])
+            names[name], found[place] = place, engine.open[name]
+            if isinstance(engine.device.drafter, ScriptedDrafter):
+                engine.device.drafter.streams = dict(engine.device.drafter.streams) | {name: streams[place]}
+        engine.step()
+        hear(engine)
+        step += 1
+    return [found[place] for place in range(len(requests))]
+
+
+def engine_for(
+    serving: Serving,
+    requests: list[Generate],
+    backend: str,
+    *,
+    streams: dict[int, tuple[int, ...]] | None = None,
+    store: Store | None = None,
+    device: type[ModelDevice] = ModelDevice,
+) -> Engine:
+    """An engine in which every request fits; a tight pool holds about two of them."""
+    limits = schedule_of(serving, requests)
+    config = EngineConfig(
+        scheduler=limits,
+        sampling=Sampling(draw=serving.draw, greedy=serving.greedy, eos=EOS),
+        prefix=exact_reuse(serving.generation, block=serving.page, recompute=_recomputed(serving)),
+        vocabulary=vocabulary_of(serving.vocab) if serving.grammars else None,
+    )
+    plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend)
+    runner = runner_for(serving, plan, limits, states=config.states)
+    drafter = _drafter(serving, runner, streams)
+    scheduler = type("Shuffled", (_Shuffled,), {"by": serving.shuffle}) if serving.shuffle else Scheduler
+    return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=device)
+
+
+def schedule_of(serving: Serving, requests: list[Generate]) -> SchedulerConfig:
+    """The limits of a run."""
+    longest = max([1, *(len(r.prompt) + r.params.drawn.max_tokens for r in requests)])
+    reserve = serving.gamma + (serving.gamma + 1 if serving.asynchronous else 0)
+    need = -(-(longest + 1 + reserve) // serving.page)
+    return SchedulerConfig(
+        engine=EngineKind.NORMAL,
+        num_blocks=need + 3 if serving.tight else need * max(len(requests), 1) + 2,
+        block_size=serving.page,
+        max_requests=serving.max_requests,
+        budget=serving.budget,
+        max_keys=(longest + 1) * max(len(requests), 1),
+        max_prompt=longest + 1,
+        max_length=longest,
+        gamma=serving.gamma,
+        chunked=True,
+        asynchronous=serving.asynchronous,
+        scheduled_verification=serving.scheduled,
+        stop_on_preempt=False,
+        all_interval=1,
+        any_interval=2,
+    )
+
+
+def runner_for(serving: Serving, plan: Plan, limits: SchedulerConfig, *, states: int) -> Runner:
+    """A tiny model, or the toy, over caches as large as the schedule needs."""
+    sizes = {"pages": limits.num_blocks, "states": states, "page_tokens": serving.page}
+    if serving.generation == "toy":
+        return ToyRunner(plan, vocab=serving.vocab, **sizes)
+    config, weights = _model(serving.generation, serving.vocab, serving.seed)
+    if serving.generation == "v41":
+        config = replace(config, csa2=replace(config.csa2, truncation=serving.truncation))
+    return runner_of(
+        config, weights, plan, **sizes, backtracking=limits.gamma + 1, positions=limits.max_positions
+    )
+
+
+def vocabulary_of(vocab: int) -> Vocabulary:
+    """Four special tokens, the digits, then other characters."""
+    letters = [bytes([ord("0") + i]) for i in range(10)] + [chr(0x100 + i).encode() for i in range(vocab - 14)]
+    return Vocabulary(tokens=(b"", b"", b"", b"", *letters), eos=EOS)
+
+
+DIGITS = GrammarRequest(kind=GrammarKind.REGEX, schema="[0-9]+")
+
+
+class _Shuffled(Scheduler):
+    """Gives pages out in another order."""
+
+    by = 0
+
+    def start(self) -> EngineState:
+        state = super().start()
+        order = np.random.default_rng(self.by).permutation(len(state.free))
+        return replace(state, free=tuple(state.free[i] for i in order))
+
+
+@lru_cache(maxsize=6)
+def _model(generation: str, vocab: int, seed: int) -> tuple[Any, Any]:
+    return tiny_model(generation, vocab=vocab, seed=seed)
+
+
+def _recomputed(serving: Serving) -> int:
+    """Tokens that a hit leaves to be computed: K where decoder layers are replayed."""
+    if serving.truncation is Truncation.OFF or serving.generation != "v41":
+        return 1
+    config, _ = _model(serving.generation, serving.vocab, serving.seed)
+    return int(config.csa2.sliding(decoder=True).keep)
+
+
+def _drafter(serving: Serving, runner: Runner, streams: dict[int, tuple[int, ...]] | None) -> Drafter:
+    if not serving.gamma:
+        return NoDrafter(vocab=serving.vocab)
+    return ScriptedDrafter(streams or {}, quality=serving.quality, gamma=serving.gamma, vocab=serving.vocab)
+
+
+def _streams(requests: list[Generate], serving: Serving, backend: str) -> dict[int, tuple[int, ...]]:
+    """What plain decoding gives, as the script of a drafter."""
+    plain = replace(serving, gamma=0, warm=0, tight=False, asynchronous=False, scheduled=False)
+    engine = engine_for(plain, requests, backend)
+    return {i: (*done.request.prompt, *done.tokens) for i, done in enumerate(engine.generate(requests))}
+
+
+def _columns(found: list[Generation]) -> Outputs:
+    width = max([0, *(done.request.params.drawn.max_tokens for done in found)])
+    token_bn = torch.full((len(found), width), -1, dtype=torch.int32)
+    logprob_bn = torch.zeros(len(found), width)
+    for b, done in enumerate(found):
+        token_bn[b, : len(done.tokens)] = torch.tensor(done.tokens, dtype=torch.int32)
+        logprob_bn[b, : len(done.tokens)] = torch.tensor(done.logprobs)
+    return token_bn, logprob_bn, torch.tensor([int(done.finish) for done in found], dtype=torch.int32)
+
+
+# the truth
+
+
+def _alone(place: int, request: Generate, serving: Serving, num: Numerics) -> Generation:
+    done, params = Generation(id=place, request=request), request.params.drawn
+    while done.finish is Finish.OPEN:
+        tokens = [*request.prompt, *done.tokens]
+        logits_tv = _logits(tokens, serving, num)[None]
+        if request.grammar is not None:
+            vocabulary = vocabulary_of(serving.vocab)
+            mask_nw, _ = token_masks(
+                torch.tensor(done.tokens, dtype=torch.int32), vocabulary=vocabulary, request=request.grammar
+            )
+            apply_masks(logits_tv, mask_nw[None, -1:], torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+        token, logprob = _drawn(logits_tv, params, request.params.temperature, len(tokens), serving, num)
+        done.tokens.append(token)
+        done.logprobs.append(logprob)
+        if token == EOS:
+            done.finish = Finish.STOP
+        elif len(done.tokens) == params.max_tokens:
+            done.finish = Finish.LENGTH
+    return done
+
+
+def _drawn(
+    logits_tv: Tensor, params: SamplingParams, asked: float, position: int, serving: Serving, num: Numerics
+) -> tuple[int, float]:
+    """A token and its log-probability; greedy tokens under ARGMAX are measured at temperature 1 without filters."""
+    is_argmax = asked < LEAST_TEMPERATURE and serving.greedy is Greedy.ARGMAX
+    stream_t = subsequences(torch.tensor([position]), torch.tensor([0]), use=DrawUse.FRESH)
+    token_t, _, logprob_tv, _ = sample_logits(
+        logits_tv,
+        torch.tensor([1.0 if is_argmax else params.temperature]),
+        torch.tensor([1.0 if is_argmax else params.top_p]),
+        torch.tensor([-1 if is_argmax else params.top_k]),
+        torch.tensor([params.seed]),
+        stream_t,
+        draw=serving.draw,
+        num=num,
+    )
+    token = int(argmax_tokens(logits_tv)[0] if is_argmax else token_t)
+    return token, float(logprob_tv[0, token])
+
+
+def _logits(tokens: list[int], serving: Serving, num: Numerics) -> Tensor:
+    """The logits behind the last token, fp32 [v]."""
+    if serving.generation == "toy":
+        return toy_logits(tokens, vocab=serving.vocab)
+    config, weights = _model(serving.generation, serving.vocab, serving.seed)
+    token_t = torch.tensor(tokens)
+    if isinstance(config, V3Config):
+        logits_tv = model_v3(token_t, weights, config=config, num=num)
+    elif isinstance(config, V4Config):
+        logits_tv = model_v4(token_t, weights, config=config, num=num)
+    else:
+        logits_tv = model_v41(token_t, torch.zeros_like(token_t, dtype=torch.bool), weights, config=config, num=num)
+    return logits_tv[-1].to(torch.float32)
