@@ -70,15 +70,11 @@ def _attended(given: Mapping[str, Any]) -> torch.dtype:
 F32 = (torch.float32,)
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
-        "rope.rope_frequencies": Operation(
-            candidates={"reference": "deeptwin.reference.rope:rope_frequencies"}, definitional=True
-        ),
-        "rope.table_magnitude": Operation(
-            candidates={"reference": "deeptwin.reference.rope:table_magnitude"}, definitional=True
+        "rope.table_of": Operation(candidates={"reference": "deeptwin.reference.rope:table_of"}, definitional=True),
+        "engram.hash_layout": Operation(
+            candidates={"reference": "deeptwin.reference.engram_vocab:hash_layout"}, definitional=True
         ),
     }
-    | _rows("rope", "rope_table", stored=F32)
-    | _rows("rope", "rope")
     | _rows("linear", "linear", "linear_codes", "linear_quant", "linear_grouped")
     | _rows("quant", "quantize")
     | _rows("rms_norm", "rms_norm")
@@ -220,7 +216,9 @@ def _preferred(component: str, backend: str) -> str:
     for candidate in BACKENDS[backend]:
         if any(candidate in rows for rows in own):
             return candidate
-    raise ValueError(f"backend: expected a candidate of {component} for {backend}, got none")
+    if own:
+        raise ValueError(f"backend: expected a candidate of {component} for {backend}, got none")
+    return "reference"
 
 
 def _first(name: str, backend: str) -> str:

@@ -14,10 +14,10 @@ UNPAIRED = ("block", "model", "checkpoint", "accounting", "muon", "load_bias", "
 SUPPORT = (
     *("numerics", "config", "presets", "checks", "weights", "layouts", "images", "cache_plan"),
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
-    *("providers", "plan", "steps"),
+    *("providers", "plan", "steps", "steps_ffn", "steps_v3", "steps_v4", "steps_v41", "steps_state", "runners"),
     *("block_pool", "prefix_toy"),
-    *("taps", "block_ffn", "block_v41", "block_weights", "ffn_weights", "mtp_weights"),
-    *("dsa_index", "dsa_state", "dsa_step", "mla_step"),
+    *("taps", "block_ffn", "block_v41", "block_weights", "ffn_weights", "mtp_weights", "model_weights"),
+    *("dsa_index", "dsa_state", "dsa_rows", "dsa_step", "mla_step"),
     *("v4_attend", "v4_layer", "v4_state", "v4_weights", "v4_step"),
     *("account_terms", "account_v3", "account_v4", "account_v41", "account_claims"),
     *("dspark_curve", "dspark_step", "dspark_state", "dspark_layer", "dspark_chain", "dspark_pool"),
