@@ -5,8 +5,8 @@ is decided about the rows: a drafter keeps of them what later drafts attend to. 
 too; they are written over before anything reads them. It calls `propose` for requests whose newest token was just
 drawn. A drafter knows requests by what a step says of them, and writes only to states and pages of these.
 
-`Drafter` is implemented by `NoDrafter` and `ScriptedDrafter` here, `DsparkDrafter` (V4.1) in `dspark_drafter.py` and
-`MtpDrafter` (V3, V3.2, V4) in `mtp_drafter.py`.
+`Drafter` is implemented by `NoDrafter` and `ScriptedDrafter` here, `DsparkDrafter` (V4.1) in `drafter_dspark.py` and
+`MtpDrafter` (V3, V3.2, V4) in `drafter_mtp.py`.
 """
 
 from __future__ import annotations
