@@ -13,36 +13,23 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_shape
 from deeptwin.reference.config import (
     FP8_1X128_UE8M0,
-    FP8_128X128_UE8M0,
     INDEX_FP4,
-    FusedStore,
     HeadNorm,
     IndexCast,
     OutputCast,
     PageLayout,
-    Pairing,
-    RecordTap,
-    RopeSpan,
-    TwoCaches,
     V4AttnConfig,
     V4Kind,
-    WeightCast,
 )
-from deeptwin.reference.csa2_state import Csa2Batch, Csa2Step
+from deeptwin.reference.csa2_state import Csa2Batch
 from deeptwin.reference.v4_state import V4Caches, v4_caches
-from deeptwin.reference.v4_weights import CompressorWeights, V4Weights, owned
+from deeptwin.reference.v4_weights import V4Weights, owned
 
-from .compressor import compress_decode_triton, compress_prefill_triton, compress_tail_triton
 from .hadamard import hadamard_triton
 from .indexer import index_scores_paged_triton, index_weights_triton
-from .kv_cache import load_records_triton, norm_rope_store_triton, store_records_triton
-from .linear import linear_codes_triton, linear_quant_triton, linear_triton
 from .quant import quantize_triton
-from .rms_norm import rms_norm_triton
-from .rope import rope_triton
-from .sparse_attn import two_cache_attn_decode_triton, two_cache_attn_triton
-from .topk import physical_slots_triton, topk_triton
-from .window import history_slots_triton, ring_slots_triton, window_decode_triton, window_prefill_triton
+from .topk import topk_triton
+from .v4_layer import product, rotated
 
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.csa import HeadNormLaunch
@@ -101,7 +88,7 @@ def v4_output_triton(
 
     fused = config.output is OutputCast.FUSED
     dtype = torch.float32 if fused else torch.bfloat16
-    u_tk = _rotated(out_thd, table_sr, positions_t, inverse=True, dtype=dtype).flatten(1)
+    u_tk = rotated(out_thd, table_sr, positions_t, inverse=True, dtype=dtype).flatten(1)
     u_q, u_sf = quantize_triton(u_tk, fmt=FP8_1X128_UE8M0) if fused else (u_tk, None)
     z_tf = kernels.grouped_output(
         u_q,
@@ -114,7 +101,7 @@ def v4_output_triton(
         row_group=128,
         launch=launch,
     )
-    return _product(z_tf, weights.wo_b, weights.wo_b_sf)
+    return product(z_tf, weights.wo_b, weights.wo_b_sf)
 
 
 def csa_select_triton(
@@ -138,8 +125,8 @@ def csa_select_triton(
     expect_shape("x_tm", x_tm, "tm", {"t": len(latent_ta)})
     index_wq, index_head_hm = owned(weights.index_wq, "index_wq"), owned(weights.index_head_hm, "index_head_hm")
     heads, width = config.index_heads, config.index_dim
-    q_tk = _product(latent_ta, index_wq, weights.index_wq_sf)
-    q_thd = _rotated(q_tk.unflatten(1, (heads, width)), table_sr, positions_t)
+    q_tk = product(latent_ta, index_wq, weights.index_wq_sf)
+    q_thd = rotated(q_tk.unflatten(1, (heads, width)), table_sr, positions_t)
     codes, sf = quantize_triton(hadamard_triton(q_thd.flatten(0, 1)), fmt=INDEX_FP4.quant)
     q_thw = torch.cat([codes, sf], 1).unflatten(0, (len(x_tm), heads))
     w_th = index_weights_triton(x_tm, index_head_hm, scale=(heads * width) ** -0.5)
@@ -189,45 +176,16 @@ def csa_run_triton(
     _require_steps(x_tm, batch, config, V4Kind.CSA)
     _require_parts(caches, V4Kind.CSA)
     _require_fp4(config)
+    from .v4_step import csa_step_triton_
+
     caches = caches.clone()
     y_tm = torch.empty_like(x_tm, memory_format=torch.contiguous_format)
     for step, row_t in batch.steps():
         picks = None if picks_tk is None else picks_tk[row_t].contiguous()
-        y_tm[row_t] = _step(x_tm[row_t], weights, table_sr, caches, step, picks, config)
+        y_tm[row_t] = csa_step_triton_(x_tm[row_t], weights, table_sr, caches, step, picks, config=config)
     parts = (caches.main_pow, caches.pool, caches.index_pow, caches.index_pool)
     main_pow, pool, index_pow, index_pool = (owned(part, "caches") for part in parts)
     return y_tm, caches.ring_pow, main_pow, pool, index_pow, index_pool
-
-
-def _step(
-    x_tm: Tensor,
-    weights: V4Weights,
-    table_sr: Tensor,
-    caches: V4Caches,
-    step: Csa2Step,
-    picks_tk: Tensor | None,
-    config: V4AttnConfig,
-) -> Tensor:
-    q_thd, down_td, latent_ta = _projected(x_tm, weights, table_sr, step.positions_t, config)
-    main_pow, index_pow = owned(caches.main_pow, "caches"), owned(caches.index_pow, "caches")
-    _store_entries(x_tm, weights, caches, table_sr, step, config)
-    index_yd, slot_y = _step_entries(
-        x_tm,
-        owned(weights.index_entry, "index_entry"),
-        owned(caches.index_pool, "caches"),
-        table_sr,
-        step,
-        config,
-    )
-    store_records_triton(index_pow, hadamard_triton(index_yd), slot_y, layout=SECTIONED)
-    table_tp = step.table_bp[step.seq_t.long()].contiguous()
-    if picks_tk is None:
-        picks_tk = csa_select_triton(
-            x_tm, latent_ta, weights, table_sr, step.positions_t, index_pow, table_tp, config=config
-        )
-    slot_tk = physical_slots_triton(picks_tk, table_tp, page_entries=config.page_entries)
-    out_thd = _attend(q_thd, down_td, weights, main_pow, slot_tk, caches.ring_pow, table_sr, step, config)
-    return v4_output_triton(out_thd, weights, table_sr, step.positions_t, config=config)
 
 
 def _whole_sequences(x_tm: Tensor, cu_seqlens: Tensor, config: V4AttnConfig) -> tuple[V4Caches, Csa2Batch]:
@@ -282,120 +240,3 @@ def _require_steps(x_tm: Tensor, batch: Csa2Batch, config: V4AttnConfig, kind: V
     longest = batch.counts_kb[batch.decode_k]
     if longest.numel() and int(longest.max()) > config.backtracking:
         raise ValueError(f"batch: expected decode steps of up to {config.backtracking}, got {longest.tolist()}")
-
-
-def _projected(
-    x_tm: Tensor, weights: V4Weights, table_sr: Tensor, positions_t: Tensor, config: V4AttnConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query heads, the key before its norm, the query latent."""
-    expect_shape("x_tm", x_tm, "tm", {"t": len(positions_t), "m": config.hidden})
-    if weights.wq_a_sf is None or weights.wkv_sf is None:
-        down_ta, down_td = linear_triton(x_tm, weights.wq_a), linear_triton(x_tm, weights.wkv)
-    else:  # the rows are quantised once for both products
-        x_q, x_sf = quantize_triton(x_tm, fmt=FP8_1X128_UE8M0)
-        down_ta = _product_of_codes(x_q, x_sf, weights.wq_a, weights.wq_a_sf)
-        down_td = _product_of_codes(x_q, x_sf, weights.wkv, weights.wkv_sf)
-    latent_ta = _norm(down_ta, weights.q_norm_a, config)
-    q_thd = _product(latent_ta, weights.wq_b, weights.wq_b_sf).unflatten(1, (config.num_heads, config.head_dim))
-    q_thd = head_norm_rope_triton(q_thd, table_sr, positions_t, cast=config.head_norm, eps=config.eps)
-    return q_thd, down_td, latent_ta
-
-
-def _store_entries(
-    x_tm: Tensor, weights: V4Weights, caches: V4Caches, table_sr: Tensor, step: Csa2Step, config: V4AttnConfig
-) -> None:
-    """The entries that a step completes, into the pages of the main cache."""
-    entry, pool_ = owned(weights.entry, "entry"), owned(caches.pool, "caches")
-    entry_yd, slot_y = _step_entries(x_tm, entry, pool_, table_sr, step, config)
-    store_records_triton(owned(caches.main_pow, "caches"), entry_yd, slot_y, layout=SECTIONED, fmt=config.cache)
-
-
-def _step_entries(
-    x_tm: Tensor, weights: CompressorWeights, pool_: Tensor, table_sr: Tensor, step: Csa2Step, config: V4AttnConfig
-) -> tuple[Tensor, Tensor]:
-    """The rotated entries that a step completes, and their slots; advances the pool."""
-    value_tw = linear_triton(x_tm, weights.value_wm, dtype=torch.float32)
-    gate_tw = linear_triton(x_tm, weights.gate_wm, dtype=torch.float32)
-    pooling, bias_rw = config.compressor, weights.bias_rw
-    if step.decode:
-        slot_t, seq_y = step.state_b[step.seq_t.long()], step.seq_t
-        pooled_yd, entry_y = compress_decode_triton(
-            value_tw, gate_tw, bias_rw, pool_, slot_t, step.positions_t, config=pooling
-        )
-    else:
-        pooled_yd, entry_y = compress_prefill_triton(
-            value_tw, gate_tw, bias_rw, pool_, step.state_b, step.first_b, step.cu_seqlens, config=pooling
-        )
-        rows_b = (step.end_b // config.ratio - step.first_b // config.ratio).clamp(min=1).long()
-        seq_y = torch.arange(len(rows_b), device=rows_b.device).repeat_interleave(rows_b)
-    _, entry_yd = compress_tail_triton(pooled_yd, weights.norm_c, table_sr, entry_y, ratio=config.ratio, eps=config.eps)
-    table_yp = step.table_bp[seq_y.long()].contiguous()
-    slot_y1 = physical_slots_triton(entry_y[:, None].contiguous(), table_yp, page_entries=config.page_entries)
-    return entry_yd, slot_y1[:, 0]
-
-
-def _attend(
-    q_thd: Tensor,
-    down_td: Tensor,
-    weights: V4Weights,
-    main_pow: Tensor,
-    slot_tk: Tensor,
-    ring_pow_: Tensor,
-    table_sr: Tensor,
-    step: Csa2Step,
-    config: V4AttnConfig,
-) -> Tensor:
-    """Norm, RoPE, quantiser and store of the window keys in one launch, then window and entries in one softmax."""
-    window, fmt = config.sliding, config.cache
-    if fmt is None:
-        raise NotImplementedError("config: expected a quantised cache, got None")
-    two = TwoCaches(window=fmt, main=fmt, layout=SECTIONED, scale=config.head_dim**-0.5)
-    dtype = torch.float32 if config.output is OutputCast.FUSED else torch.bfloat16
-    past_sd = None
-    if not step.decode:  # the history is read before the chunk overwrites it
-        past_b = history_slots_triton(step.first_b, step.state_b, step.valid_b, config=window)
-        past_sd = load_records_triton(ring_pow_, past_b.flatten(), layout=SECTIONED)
-    store_t = ring_slots_triton(step.positions_t, step.seq_t, step.end_b, step.known_b, step.state_b, config=window)
-    tap = RecordTap.NONE if step.decode else RecordTap.CAST_BACK
-    store = FusedStore(eps=config.eps, layout=SECTIONED, tap=tap, fmt=fmt)
-    _, rows_td = norm_rope_store_triton(
-        ring_pow_, down_td, weights.kv_norm_d, table_sr, step.positions_t, store_t, store=store
-    )
-    if past_sd is None:
-        seen_tk = window_decode_triton(step.positions_t, step.seq_t, step.state_b, step.valid_b, config=window)
-        return two_cache_attn_decode_triton(
-            q_thd, ring_pow_, seen_tk, main_pow, slot_tk, weights.sink_h, caches=two, dtype=dtype
-        )[0]
-    seen_tk = window_prefill_triton(
-        step.positions_t, step.seq_t, step.first_b, step.offset_b, step.known_b, step.valid_b, config=window
-    )
-    window_sd = torch.cat([past_sd, rows_td])
-    return two_cache_attn_triton(q_thd, window_sd, seen_tk, main_pow, slot_tk, weights.sink_h, caches=two, dtype=dtype)[
-        0
-    ]
-
-
-def _product(x_tm: Tensor, w_fm: Tensor, w_sf: Tensor | None) -> Tensor:
-    if w_sf is None:
-        return linear_triton(x_tm, w_fm)
-    return linear_quant_triton(x_tm, w_fm, w_sf, x_fmt=FP8_1X128_UE8M0, w_fmt=FP8_128X128_UE8M0)
-
-
-def _product_of_codes(x_q: Tensor, x_sf: Tensor, w_q: Tensor, w_sf: Tensor) -> Tensor:
-    return linear_codes_triton(x_q, x_sf, w_q, w_sf, x_fmt=FP8_1X128_UE8M0, w_fmt=FP8_128X128_UE8M0)
-
-
-def _norm(x_tm: Tensor, weight_m: Tensor, config: V4AttnConfig) -> Tensor:
-    return rms_norm_triton(x_tm, weight_m, eps=config.eps, cast=WeightCast.AFTER_WEIGHT)
-
-
-def _rotated(
-    x_thd: Tensor,
-    table_sr: Tensor,
-    positions_t: Tensor,
-    *,
-    inverse: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    pairing, span = Pairing.INTERLEAVED, RopeSpan.LAST
-    return rope_triton(x_thd, table_sr, positions_t, pairing=pairing, span=span, inverse=inverse, dtype=dtype)

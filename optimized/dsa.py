@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_records, expect_shape
-from deeptwin.reference.config import DsaConfig, IndexerRope, MscaleRule, PageLayout, Pairing, RopeSpan
+from deeptwin.reference.config import DsaConfig, IndexerRope, PageLayout
 from deeptwin.reference.dsa_state import DsaState, DsaWeights
 from deeptwin.reference.weights import Latents
 
 from .kv_cache import WIDE, _wide_record
 from .linear import linear_triton
+from .mla_step import absorbed_output, absorbed_query, latent_rows, softmax_scale
 from .quant import quantize_triton
-from .rms_norm import rms_norm_triton
-from .rope import rope_triton
 from .sparse_attn import sparse_attn_triton
 from .topk import topk_triton
 
@@ -160,22 +157,17 @@ def dsa_attention_triton(
     if picks_tk is not None:
         expect_shape("picks_tk", picks_tk, "tk", {"t": len(positions_t)})
         expect_dtype("picks_tk", picks_tk, torch.int32)
-    from deeptwin.kernels.triton_ops.head_product import head_product
-
     q_thd, latent_ta, new = _project(x_tm, weights, positions_t, table_sr, config)
     state = new if past is None else past.then(new)
     length_t = (state.latents.positions_s[None, :] <= positions_t[:, None]).sum(1, dtype=torch.int32)
     if picks_tk is None:
         picks_tk = _picks(x_tm, latent_ta, weights, positions_t, table_sr, state, length_t, config)
     picks_tk = torch.where(picks_tk < length_t[:, None], picks_tk, -1)
-    q_nope_thn, q_rope_thr = q_thd.split([mla.nope_dim, mla.rope.rope_dim], dim=-1)
-    q_full = torch.cat([head_product(q_nope_thn, weights.mla.w_uk_hnc), q_rope_thr], dim=-1)
-    scale = _softmax_scale(config)
+    q_full, scale = absorbed_query(q_thd, weights.mla, config=mla), softmax_scale(mla)
     z_thc, _ = sparse_attn_triton(
         q_full, state.latents.rows_sd, picks_tk, None, None, scale=scale, value_dim=mla.kv_lora_rank
     )
-    out_thu = head_product(z_thc, weights.mla.w_uv_huc.mT)
-    return linear_triton(out_thu.flatten(1), weights.mla.w_o_mhu.flatten(1))
+    return absorbed_output(z_thc, weights.mla)
 
 
 def sparse_mla_triton(
@@ -224,18 +216,7 @@ def _project(
     x_tm: Tensor, weights: DsaWeights, positions_t: Tensor, table_sr: Tensor, config: DsaConfig
 ) -> tuple[Tensor, Tensor, DsaState]:
     """Query heads, the query latent, and what the tokens leave: latents by way of their records, index keys."""
-    mla, main, t = config.mla, weights.mla, len(x_tm)
-    norm = partial(rms_norm_triton, eps=mla.norm_eps, cast=mla.weight_cast)
-    turned = partial(rope_triton, pairing=Pairing.INTERLEAVED, span=RopeSpan.LAST, inverse=False)
-    assert main.w_qa_am is not None
-    assert main.q_norm_a is not None
-    latent_ta = norm(linear_triton(x_tm, main.w_qa_am), main.q_norm_a)
-    q_thd = linear_triton(latent_ta, main.w_qb_hda.flatten(0, 1)).view(t, mla.num_heads, mla.head_dim)
-    q_thd = turned(q_thd, table_sr, positions_t)
-    down_td = linear_triton(x_tm, main.w_kv_dm)
-    c_tc = norm(down_td[:, : mla.kv_lora_rank], main.kv_norm_c)
-    rows_td = torch.cat([c_tc, down_td[:, mla.kv_lora_rank :]], dim=1)
-    rows_td = turned(rows_td[:, None], table_sr, positions_t)[:, 0]
+    q_thd, latent_ta, rows_td = latent_rows(x_tm, weights.mla, positions_t, table_sr, config=config.mla)
     k_td = linear_triton(x_tm, weights.w_k_dm)
     k_td = dsa_index_keys_triton(k_td, weights.k_norm_d, weights.k_bias_d, table_sr, positions_t, config=config)
     assert config.index_key is not None
@@ -271,24 +252,22 @@ def _picks(
     if len(state.key_sd) <= config.topk:
         row_k = torch.arange(config.topk, dtype=torch.int32, device=x_tm.device)
         return torch.where(row_k < length_t[:, None], row_k, -1)
+    codes_thd, w_th = _index_query(x_tm, latent_ta, weights, positions_t, table_sr, config)
+    scores_ts = dsa_index_scores_triton(codes_thd, state.key_sd, state.key_sf_s, w_th, length_t)
+    return topk_triton(scores_ts, length_t, k=config.topk)
+
+
+def _index_query(
+    x_tm: Tensor, latent_ta: Tensor, weights: DsaWeights, positions_t: Tensor, table_sr: Tensor, config: DsaConfig
+) -> tuple[Tensor, Tensor]:
+    """The index query of every token as e4m3 codes, and the weights of its heads with the scales in them."""
     h, d = config.index_heads, config.index_dim
     q_thd = linear_triton(latent_ta, weights.w_qb_hda.flatten(0, 1)).view(len(x_tm), h, d)
     q_thd = dsa_index_queries_triton(q_thd, table_sr, positions_t, config=config)
     assert config.index_key is not None
     codes_yd, sf_y1 = quantize_triton(q_thd.flatten(0, 1), fmt=config.index_key.quant)
     w_th = linear_triton(x_tm.float(), weights.w_head_hm, dtype=torch.float32) * h**-0.5
-    w_th = w_th * sf_y1.view(w_th.shape) * d**-0.5
-    scores_ts = dsa_index_scores_triton(codes_yd.view(q_thd.shape), state.key_sd, state.key_sf_s, w_th, length_t)
-    return topk_triton(scores_ts, length_t, k=config.topk)
-
-
-def _softmax_scale(config: DsaConfig) -> float:
-    """head_dim^-0.5, times the square of YaRN's magnitude, of the field that the rule names."""
-    yarn = config.mla.rope.yarn
-    if yarn is None:
-        return config.mla.head_dim**-0.5
-    field = yarn.mscale if yarn.mscale_rule is MscaleRule.DEMO else yarn.mscale_all_dim
-    return config.mla.head_dim**-0.5 * (0.1 * field * math.log(yarn.factor) + 1.0) ** 2
+    return codes_yd.view(q_thd.shape), w_th * sf_y1.view(w_th.shape) * d**-0.5
 
 
 def _index_rows(

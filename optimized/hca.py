@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from deeptwin.reference.config import V4AttnConfig, V4Kind
-from deeptwin.reference.csa2_state import Csa2Batch, Csa2Step
+from deeptwin.reference.csa2_state import Csa2Batch
 from deeptwin.reference.v4_state import V4Caches
 from deeptwin.reference.v4_weights import V4Weights, owned
 
-from .csa import _attend, _projected, _require_parts, _require_steps, _store_entries, _whole_sequences, v4_output_triton
-from .topk import physical_slots_triton
+from .csa import _require_parts, _require_steps, _whole_sequences
+from .v4_step import hca_step_triton_
 
 
 def hca_attention_triton(
@@ -75,30 +75,5 @@ def _run(
     caches = caches.clone()
     y_tm = torch.empty_like(x_tm, memory_format=torch.contiguous_format)
     for step, row_t in batch.steps():
-        y_tm[row_t] = _step(x_tm[row_t], weights, table_sr, caches, step, config)
+        y_tm[row_t] = hca_step_triton_(x_tm[row_t], weights, table_sr, caches, step, config=config)
     return y_tm, caches
-
-
-def _step(
-    x_tm: Tensor, weights: V4Weights, table_sr: Tensor, caches: V4Caches, step: Csa2Step, config: V4AttnConfig
-) -> Tensor:
-    q_thd, down_td, _ = _projected(x_tm, weights, table_sr, step.positions_t, config)
-    main_pow = caches.ring_pow[:0]
-    slot_tk = torch.zeros(len(x_tm), 0, dtype=torch.int32, device=x_tm.device)
-    if config.kind is V4Kind.HCA:
-        main_pow = owned(caches.main_pow, "caches")
-        _store_entries(x_tm, weights, caches, table_sr, step, config)
-        slot_tk = _visible_slots(step, config)
-    out_thd = _attend(q_thd, down_td, weights, main_pow, slot_tk, caches.ring_pow, table_sr, step, config)
-    return v4_output_triton(out_thd, weights, table_sr, step.positions_t, config=config)
-
-
-def _visible_slots(step: Csa2Step, config: V4AttnConfig) -> Tensor:
-    """The slots of all entries that every token sees, -1 behind; as long as the fullest sequence needs."""
-    most = int(step.end_b.max()) // config.ratio
-    entry_j = torch.arange(most, dtype=torch.int32, device=step.positions_t.device)
-    visible_t1 = ((step.positions_t + 1) // config.ratio)[:, None]
-    entry_tj = torch.where(entry_j < visible_t1, entry_j, -1).to(torch.int32)
-    return physical_slots_triton(
-        entry_tj, step.table_bp[step.seq_t.long()].contiguous(), page_entries=config.page_entries
-    )

@@ -70,33 +70,30 @@ def _attended(given: Mapping[str, Any]) -> torch.dtype:
 F32 = (torch.float32,)
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
-        "rope.rope_frequencies": Operation(
-            candidates={"reference": "deeptwin.reference.rope:rope_frequencies"}, definitional=True
-        ),
-        "rope.table_magnitude": Operation(
-            candidates={"reference": "deeptwin.reference.rope:table_magnitude"}, definitional=True
+        "rope.table_of": Operation(candidates={"reference": "deeptwin.reference.rope:table_of"}, definitional=True),
+        "engram.hash_layout": Operation(
+            candidates={"reference": "deeptwin.reference.engram_vocab:hash_layout"}, definitional=True
         ),
     }
-    | _rows("rope", "rope_table", stored=F32)
-    | _rows("rope", "rope")
     | _rows("linear", "linear", "linear_codes", "linear_quant", "linear_grouped")
     | _rows("quant", "quantize")
     | _rows("rms_norm", "rms_norm")
     | _rows("router", "route", "route_hash", stored=F32)
     | _rows("moe", "moe")
-    | _rows("feed_forward", "gated", "plain_experts", component="moe", source="block_ffn")
+    | _rows("block_ffn", "gated", "plain_experts", component="moe")
     | _rows("mhc", "mhc_expand", stored=(torch.bfloat16, torch.float32))
     | _rows("mhc", "mhc_mixes", stored=F32)
     | _rows("mhc", "mhc_apply", "mhc_post", "mhc_head", "mhc_tap")
     | _rows("engram", "engram_window", "engram_hash", "engram")
     | _rows("mla_step", "mla_step_", component="mla")
     | _rows("dsa_step", "dsa_step_", component="dsa")
-    | _rows("csa", "csa_step_")
-    | _rows("hca", "hca_step_")
-    | _rows("csa2", "csa2_project", "csa2_output")
-    | _rows("csa2", "csa2_compress_", "csa2_select", source="csa2_layer")
-    | _rows("csa2", "csa2_attend_", source="csa2_layer", stored=(_attended,))
-    | _rows("window", "compact_clip", "ring_slots")
+    | _rows("v4_step", "csa_step_", component="csa", source="csa")
+    | _rows("v4_step", "hca_step_", component="hca", source="hca")
+    | _rows("csa2_layer", "csa2_compress_", component="csa2")
+    | _rows("csa2_layer", "csa2_compact", component="csa2", source="csa2")
+    | _rows("csa2_layer", "csa2_attention_", component="csa2", source="csa2", stored=(_attended,))
+    | _rows("csa2", "csa2_output")
+    | _rows("window", "ring_slots")
     | _rows("kv_cache", "store_records")
     | _rows("mtp", "mtp_join", "mtp_join_streams")
     | _rows("dspark", "draft_rows", "target_features", "main_keys", "draft_hidden")
@@ -221,7 +218,9 @@ def _preferred(component: str, backend: str) -> str:
     for candidate in BACKENDS[backend]:
         if any(candidate in rows for rows in own):
             return candidate
-    raise ValueError(f"backend: expected a candidate of {component} for {backend}, got none")
+    if own:
+        raise ValueError(f"backend: expected a candidate of {component} for {backend}, got none")
+    return "reference"
 
 
 def _first(name: str, backend: str) -> str:

@@ -7,11 +7,14 @@ rejected later are written over by the next step. Page 0 and state 0 belong to n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from deeptwin.reference.checks import expect_dtype, expect_in_range, expect_shape
 from deeptwin.reference.csa2_state import Csa2Step
 from deeptwin.reference.taps import Tap, ignore
 
@@ -71,3 +74,37 @@ class Runner(Protocol):
     def reset(self, slot: int) -> None:
         """Make a used state ready for a new sequence."""
         ...
+
+
+def expect_rows(token_t: Tensor, past_bk: Tensor, step: Csa2Step, *, vocab: int, history: int, positions: int) -> None:
+    """Raise ValueError unless there is a known token for every row and every place of the history, and all rows have
+    angles; TypeError unless tokens are int64."""
+    expect_shape("token_t", token_t, "t", {"t": len(step.positions_t)})
+    expect_shape("past_bk", past_bk, "bk", {"b": len(step.end_b), "k": history})
+    for name, x in (("token_t", token_t), ("past_bk", past_bk)):
+        expect_dtype(name, x, torch.int64)
+    expect_in_range("token_t", token_t, 0, vocab)
+    expect_in_range("past_bk", past_bk, -1, vocab)
+    expect_in_range("step.positions_t", step.positions_t, 0, positions)
+
+
+def bytes_of(parts: Sequence[Tensor]) -> bytes:
+    """The bytes of tensors, one after the other."""
+    flat = [x.contiguous().reshape(-1).view(torch.uint8) for x in parts]
+    return torch.cat(flat).cpu().numpy().tobytes() if flat else b""
+
+
+def fill_with(payload: bytes, parts: Sequence[Tensor]) -> None:
+    """Write what `bytes_of` gave back into tensors of the same shapes, in place.
+
+    Raises:
+        ValueError: the payload has another length.
+    """
+    sizes = [x.numel() * x.element_size() for x in parts]
+    if len(payload) != sum(sizes):
+        raise ValueError(f"payload: expected {sum(sizes)} bytes, got {len(payload)}")
+    if not payload:
+        return
+    whole = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    for x, flat in zip(parts, whole.split(sizes), strict=True):
+        x.copy_(flat.clone().view(x.dtype).view(x.shape))

@@ -6,6 +6,7 @@ layer, so a sequence has caches of its own, made by `start_v41` and filled by th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,9 +32,9 @@ from .config import (
     WeightCast,
     WeightSum,
 )
-from .csa2 import csa2_output, csa2_project
+from .csa2 import csa2_attention_, csa2_output
 from .csa2_config import V41_YARN, CastPoints, Csa2Config
-from .csa2_layer import csa2_attend_, csa2_compress_, csa2_select
+from .csa2_layer import csa2_compress_
 from .csa2_state import Csa2Batch, Csa2Caches, Csa2Step
 from .engram import engram
 from .mhc import mhc_apply, mhc_expand, mhc_mixes, mhc_post
@@ -238,24 +239,21 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output of attention, and the selection that later layers reuse."""
     csa2, own, caches, step = config.csa2, weights.attention, sequence.caches, sequence.step
-    mode, table_sr = csa2.topology.mode(layer), caches.table(csa2, layer)
-    idx_tk, blocks_tk = carry.idx_tk, carry.blocks_tk
-    if mode is LayerMode.FULL:
+    if csa2.topology.mode(layer) is LayerMode.FULL:
         csa2_compress_(x_tm, own, caches, step, layer=layer, config=csa2, num=num)
-    q_thd, key_td, latent_ta = csa2_project(x_tm, own, table_sr, step.positions_t, config=csa2, num=num)
+    out_thd, idx_tk, blocks_tk = csa2_attention_(
+        x_tm, own, caches, step, (carry.idx_tk, carry.blocks_tk), None, layer=layer, config=csa2, num=num
+    )
     if layer in csa2.topology.index_sources:
-        idx_tk, blocks_tk = csa2_select(
-            x_tm, latent_ta, own, caches, step, blocks_tk, layer=layer, config=csa2, num=num
-        )
+        assert idx_tk is not None
         tap("picks", idx_tk)
-    seen_tk = None if mode is LayerMode.SWA else idx_tk
-    out_thd = csa2_attend_(q_thd, key_td, own.sink_h, seen_tk, caches, step, layer=layer, config=csa2, num=num)
-    return csa2_output(out_thd, own, table_sr, step.positions_t, config=csa2, num=num), idx_tk, blocks_tk
+    y_tm = csa2_output(out_thd, own, caches.table(csa2, layer), step.positions_t, config=csa2, num=num)
+    return y_tm, idx_tk, blocks_tk
 
 
 def blocks_v41(
     embed_tm: Tensor,
-    layers: tuple[V41BlockWeights, ...],
+    layers: Sequence[V41BlockWeights],
     sequence: V41Sequence,
     *,
     config: V41Stack,

@@ -168,29 +168,63 @@ def csa2_step_(
     map_, idx_tk, blocks_tk = config.topology, None, None
     kept_t = torch.arange(len(h_tm), device=h_tm.device)
     for layer, weights in enumerate(layers):
-        x_tm, mode = layer_norm(h_tm, weights.attn_norm_m, config, num=num), map_.mode(layer)
-        if mode is LayerMode.FULL:  # before rows are left out: entries are made of all of them
+        x_tm = layer_norm(h_tm, weights.attn_norm_m, config, num=num)
+        if map_.mode(layer) is LayerMode.FULL:  # before rows are left out: entries are made of all of them
             csa2_compress_(x_tm, weights, caches, step, layer=layer, config=config, num=num)
         if layer == map_.boundary and config.truncation is Truncation.COMPACT and not step.decode:
-            kept_t, step = _compacted(step, config)
+            kept_t, step = csa2_compact(step, config=config)
             h_tm, x_tm = h_tm[kept_t], x_tm[kept_t]
-        q_thd, key_td, latent_ta = csa2_project(
-            x_tm, weights, caches.table(config, layer), step.positions_t, config=config, num=num
+        forced_tk = None
+        if picks_ltk is not None and layer in map_.index_sources:
+            forced_tk = picks_ltk[map_.index_sources.index(layer), kept_t]
+        out_thd, idx_tk, blocks_tk = csa2_attention_(
+            x_tm, weights, caches, step, (idx_tk, blocks_tk), forced_tk, layer=layer, config=config, num=num
         )
-        if layer in map_.index_sources and picks_ltk is not None:
-            idx_tk = picks_ltk[map_.index_sources.index(layer), kept_t]
-        elif layer in map_.index_sources:
-            idx_tk, blocks_tk = csa2_select(
-                x_tm, latent_ta, weights, caches, step, blocks_tk, layer=layer, config=config, num=num
-            )
-        own_tk = None if mode is LayerMode.SWA else idx_tk
-        out_thd = csa2_attend_(q_thd, key_td, weights.sink_h, own_tk, caches, step, layer=layer, config=config, num=num)
         table_sr = caches.table(config, layer)
         h_tm = num.bf16(h_tm + csa2_output(out_thd, weights, table_sr, step.positions_t, config=config, num=num))
     return h_tm, kept_t
 
 
-def _compacted(step: Csa2Step, config: Csa2Config) -> tuple[Tensor, Csa2Step]:
+def csa2_attention_(
+    x_tm: Tensor,
+    weights: Csa2Weights,
+    caches: Csa2Caches,
+    step: Csa2Step,
+    carried: tuple[Tensor | None, Tensor | None],
+    forced_tk: Tensor | None,
+    *,
+    layer: int,
+    config: Csa2Config,
+    num: Numerics = CONTRACT,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Stages 2 to 4 of a layer: project, select, attend, in place in the ring of the layer.
+
+    Shapes:
+        x_tm: [t, m], normalised; carried: the selection and the candidate blocks of the layers before, None where there
+        are none; forced_tk: int32 [t, index_topk], entries in place of an index source's own, or None: it selects;
+        returns out_thd, and what to carry on.
+
+    Raises:
+        ValueError: shapes disagree.
+
+    Source:
+        v41-attention.md sections 2, 4, 5
+    """
+    map_, (idx_tk, blocks_tk) = config.topology, carried
+    table_sr = caches.table(config, layer)
+    q_thd, key_td, latent_ta = csa2_project(x_tm, weights, table_sr, step.positions_t, config=config, num=num)
+    if layer in map_.index_sources and forced_tk is not None:
+        idx_tk = forced_tk
+    elif layer in map_.index_sources:
+        idx_tk, blocks_tk = csa2_select(
+            x_tm, latent_ta, weights, caches, step, blocks_tk, layer=layer, config=config, num=num
+        )
+    seen_tk = None if map_.mode(layer) is LayerMode.SWA else idx_tk
+    out_thd = csa2_attend_(q_thd, key_td, weights.sink_h, seen_tk, caches, step, layer=layer, config=config, num=num)
+    return out_thd, idx_tk, blocks_tk
+
+
+def csa2_compact(step: Csa2Step, *, config: Csa2Config) -> tuple[Tensor, Csa2Step]:
     """The rows that decoder layers compute, and the step that they see."""
     window = config.sliding(decoder=True)
     kept_t = compact_rows(step.first_b, step.end_b, step.known_b, config=window)

@@ -21,18 +21,16 @@ import torch
 from torch import Tensor
 
 from .checks import expect_dtype, expect_records, expect_shape
-from .config import DsaConfig, PageLayout
-from .dsa_index import dsa_index_keys, dsa_index_queries, dsa_index_scores, dsa_index_weights
+from .config import DsaConfig, MlaConfig, PageLayout
+from .dsa_index import dsa_index_scores
+from .dsa_rows import dsa_query, dsa_rows, quantized_rows
 from .dsa_state import DsaState, DsaWeights
 from .kv_cache import load_records, pack_records, unpack_records
-from .mla import mla_project
 from .numerics import CONTRACT, Numerics
-from .quant import quantize
-from .rms_norm import project_norm
 from .rope import softmax_scale
 from .sparse_attn import sparse_attn
 from .topk import topk
-from .weights import Latents
+from .weights import Latents, MlaWeights
 
 
 def dsa_project(
@@ -45,53 +43,24 @@ def dsa_project(
     dtype: torch.dtype = torch.bfloat16,
     num: Numerics = CONTRACT,
 ) -> tuple[Tensor, Tensor, DsaState]:
-    """Main query heads, the query latent that the indexer shares, and what each token leaves in the caches.
-
-    Shapes:
-        x_tm: [t, m]; positions_t: int64 [t], rows of table_sr: fp32 [s, r]; returns q_thd, latent_ta and the entries of
-        t tokens.
+    """`dsa_rows` with what each token leaves in the caches in place of its rows.
 
     Rounding:
-        as `mla_project` and `dsa_index_keys`; latents and keys as their record formats.
+        as `dsa_rows`; latents and keys as their record formats.
 
     Raises:
         ValueError: shapes disagree.
-
-    Source:
-        v3-v32-v4.md sections 3.1, 4.1
     """
-    mla = config.mla
-    q_thd, new = mla_project(x_tm, weights.mla, positions_t, table_sr, config=mla, dtype=dtype, num=num)
-    rows_td = new.rows_sd
+    q_thd, latent_ta, rows_td, k_td = dsa_rows(
+        x_tm, weights, positions_t, table_sr, config=config, dtype=dtype, num=num
+    )
     if config.latent is not None:
         # by way of the bytes: decode will read these values, whatever the numerics
         records_tw = pack_records(rows_td, fmt=config.latent, num=num)
         rows_td = unpack_records(records_tw, fmt=config.latent, dtype=dtype, num=num)
-    w_qa_am, q_norm_a = weights.mla.w_qa_am, weights.mla.q_norm_a
-    assert w_qa_am is not None
-    assert q_norm_a is not None
-    latent_ta = project_norm(x_tm, w_qa_am, q_norm_a, eps=mla.norm_eps, cast=mla.weight_cast, dtype=dtype, num=num)
-    k_td = num.store(num.einsum("tm,dm->td", num.wide(x_tm), num.wide(weights.w_k_dm)), dtype)
-    k_td = dsa_index_keys(
-        k_td,
-        weights.k_norm_d,
-        weights.k_bias_d,
-        table_sr,
-        positions_t,
-        config=config,
-        dtype=dtype,
-        num=num,
-    )
     key_sd, key_sf_sg = quantized_rows(k_td, config, num=num)
     latents = Latents(rows_sd=rows_td, positions_s=positions_t)
     return q_thd, latent_ta, DsaState(latents=latents, key_sd=key_sd, key_sf_s=key_sf_sg[:, 0])
-
-
-def quantized_rows(x_td: Tensor, config: DsaConfig, *, num: Numerics = CONTRACT) -> tuple[Tensor, Tensor]:
-    """Index rows as codes [t, d] and fp32 scales [t, 1]; as fp32 rows with scales of 1 where nothing is quantised."""
-    if config.index_key is not None:
-        return quantize(x_td, fmt=config.index_key.quant, num=num)
-    return x_td, torch.ones(len(x_td), 1, dtype=torch.float32, device=x_td.device)
 
 
 def dsa_picks(
@@ -131,12 +100,8 @@ def dsa_picks(
         row_k = torch.arange(config.topk, dtype=torch.int32, device=x_tm.device)
         picks_tk = torch.where(row_k < length_t[:, None], row_k, -1)
         return picks_tk, torch.zeros(len(x_tm), 0, dtype=num.carrier, device=x_tm.device)
-    q_thd = num.store(num.einsum("ta,hda->thd", num.wide(latent_ta), num.wide(weights.w_qb_hda)), dtype)
-    q_thd = dsa_index_queries(q_thd, table_sr, positions_t, config=config, dtype=dtype, num=num)
-    codes_yd, sf_y1 = quantized_rows(q_thd.flatten(0, 1), config, num=num)
-    sf_th = sf_y1.view(q_thd.shape[:2])
-    w_th = dsa_index_weights(x_tm, weights.w_head_hm, sf_th, index_dim=config.index_dim, num=num)
-    scores_ts = dsa_index_scores(codes_yd.view(q_thd.shape), state.key_sd, state.key_sf_s, w_th, length_t, num=num)
+    codes_thd, w_th = dsa_query(x_tm, latent_ta, weights, positions_t, table_sr, config=config, dtype=dtype, num=num)
+    scores_ts = dsa_index_scores(codes_thd, state.key_sd, state.key_sf_s, w_th, length_t, num=num)
     return topk(scores_ts, length_t, k=config.topk), scores_ts
 
 
@@ -186,11 +151,9 @@ def dsa_attention(
     expect_shape("picks_tk", picks_tk, "tk", {"t": len(positions_t)})
     expect_dtype("picks_tk", picks_tk, torch.int32)
     picks_tk = torch.where(picks_tk < _visible(positions_t, state)[:, None], picks_tk, -1)
-    q_nope_thn, q_rope_thr = q_thd.split([mla.nope_dim, mla.rope.rope_dim], dim=-1)
-    qa_thc = num.store(num.einsum("thn,hnc->thc", q_nope_thn, num.wide(weights.mla.w_uk_hnc)), dtype)
     scale = softmax_scale(mla.head_dim, mla.rope.yarn)
     z_thc, _ = sparse_attn(
-        torch.cat([qa_thc, q_rope_thr], dim=-1),
+        absorbed_query(q_thd, weights.mla, config=mla, dtype=dtype, num=num),
         state.latents.rows_sd,
         picks_tk,
         None,
@@ -200,8 +163,29 @@ def dsa_attention(
         dtype=dtype,
         num=num,
     )
-    out_thu = num.store(num.einsum("thc,huc->thu", z_thc, num.wide(weights.mla.w_uv_huc)), dtype)
-    return num.store(num.einsum("thu,mhu->tm", out_thu, num.wide(weights.mla.w_o_mhu)), dtype)
+    return absorbed_output(z_thc, weights.mla, dtype=dtype, num=num)
+
+
+def absorbed_query(
+    q_thd: Tensor,
+    weights: MlaWeights,
+    *,
+    config: MlaConfig,
+    dtype: torch.dtype = torch.bfloat16,
+    num: Numerics = CONTRACT,
+) -> Tensor:
+    """Query heads as latent rows meet them: [W_UK[h]^T q_nope | q_rope], [t, h, c + r]."""
+    q_nope_thn, q_rope_thr = q_thd.split([config.nope_dim, config.rope.rope_dim], dim=-1)
+    qa_thc = num.store(num.einsum("thn,hnc->thc", q_nope_thn, num.wide(weights.w_uk_hnc)), dtype)
+    return torch.cat([qa_thc, q_rope_thr], dim=-1)
+
+
+def absorbed_output(
+    z_thc: Tensor, weights: MlaWeights, *, dtype: torch.dtype = torch.bfloat16, num: Numerics = CONTRACT
+) -> Tensor:
+    """What mixed latents give to the residual stream: W_O concat_h(W_UV[h] z[t, h])."""
+    out_thu = num.store(num.einsum("thc,huc->thu", z_thc, num.wide(weights.w_uv_huc)), dtype)
+    return num.store(num.einsum("thu,mhu->tm", out_thu, num.wide(weights.w_o_mhu)), dtype)
 
 
 def sparse_mla(

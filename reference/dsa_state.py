@@ -67,3 +67,11 @@ class DsaState:
             key_sd=torch.cat([self.key_sd, later.key_sd]),
             key_sf_s=torch.cat([self.key_sf_s, later.key_sf_s]),
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DsaCaches:
+    """The pages of one layer: what attention reads of a token, and what the selection reads of it."""
+
+    latent_pow: Tensor  # uint8 [pages, tokens, bytes of a latent record], interleaved
+    index_pow: Tensor  # uint8 [pages, tokens, bytes of an index key], sectioned

@@ -32,8 +32,17 @@ NOT_IN_THE_PARENT = ("triton", "tilelang", "tvm", "tile_kernels", "transformers"
 SHARED_WITH_OPTIMIZED = tuple(
     f"deeptwin.reference.{name}"
     for name in (
-        *("config", "checks", "topology", "csa2_config", "csa2_state", "dsa_state", "presets", "taps"),
-        *("v4_state", "v4_weights", "mtp_weights", "weights", "dspark_state", "serving_checks"),
+        *("config", "checks", "topology", "csa2_config", "csa2_state", "dsa_state", "presets", "taps", "ffn_weights"),
+        *(
+            "v4_state",
+            "v4_weights",
+            "mtp_weights",
+            "weights",
+            "block_weights",
+            "model_weights",
+            "dspark_state",
+            "serving_checks",
+        ),
     )
 )
 SECTIONS = ("Math", "Shapes", "Rounding", "Edges", "Raises", "Source")
