@@ -22,7 +22,7 @@ SUPPORT = (
     *("account_terms", "account_v3", "account_v4", "account_v41", "account_claims"),
     *("dspark_curve", "dspark_step", "dspark_state", "dspark_layer", "dspark_chain", "dspark_pool"),
     *("philox", "sampling_filter", "sampling_rows"),
-    *("verification", "drafter", "dspark_drafter", "mtp_drafter"),
+    *("verification", "drafter", "drafter_dspark", "drafter_mtp"),
     *("serving_checks", "toy_model", "byte_grammar", "grammar_text", "grammar_json", "grammar_pool"),
 )
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deeptwin.reference.config import Draw, WeightCast
+from deeptwin.reference.config import KV_FP8, Draw, WeightCast
 from deeptwin.reference.csa2_state import Csa2Step
 from deeptwin.reference.dspark_state import DraftMain, DraftModel, DraftRequests
 
 from .drafter import DraftBatch, draw_drafts
 from .steps import Forward
+from .steps_state import load_rows, ring_parts, save_rows
 from .verification import Operations
 
 
@@ -114,18 +115,18 @@ class DsparkDrafter:
         """Pages hold nothing."""
 
     def snapshot(self, slot: int, end: int) -> bytes:
-        """The rings of a state."""
-        return b"".join(ring[slot].contiguous().cpu().numpy().tobytes() for ring in self.rings)
+        """The windows before token `end`."""
+        return save_rows(self._windows(slot), end)
 
     def restore(self, slot: int, end: int, payload: bytes) -> None:
-        """Fill the rings of a state.
+        """Put a snapshot into a state.
 
         Raises:
-            ValueError: the payload is not as long as the rings.
+            ValueError: the payload has another length.
         """
-        sizes = [ring[slot].numel() for ring in self.rings]
-        if len(payload) != sum(sizes):
-            raise ValueError(f"payload: expected {sum(sizes)} bytes, got {len(payload)}")
-        parts = torch.frombuffer(bytearray(payload), dtype=torch.uint8).split(sizes)
-        for ring, part in zip(self.rings, parts, strict=True):
-            ring[slot] = part.view(ring[slot].shape)
+        load_rows(self._windows(slot), end, payload)
+
+    def _windows(self, slot: int) -> list[tuple[Tensor, int]]:
+        layout = self.model.config.csa2.layout
+        parts = [part for ring in self.rings for part in ring_parts(ring, slot, fmt=KV_FP8, layout=layout)]
+        return [(part, self.window.window) for part in parts]
