@@ -242,7 +242,9 @@ class MtpDrafter:
     def page_bytes(self, page: int, before: int) -> bytes:
         """The entries that the tokens of a page completed: the last one of the page in front, and all but its last."""
         rows = zip(self.module.page_rows(page), self.module.page_rows(before), strict=True)
-        return bytes_of([x for own, front in rows for x in (front[-1:] if before else torch.zeros_like(front[-1:]), own[:-1])])
+        return bytes_of(
+            [x for own, front in rows for x in (front[-1:] if before else torch.zeros_like(front[-1:]), own[:-1])]
+        )
 
     def load_page(self, page: int, before: int, payload: bytes) -> None:
         """Write what `page_bytes` gave where it belongs.

@@ -172,8 +172,7 @@ class ModelDevice:
         items, tracks = plan.items, [self.tracks[item.id] for item in plan.items]
         rates = {i: self.tracks[i].rates for i in self.accepted if i in self.tracks}
         rows = verified_rows(plan, rates, self.config)
-        planned = [first_position(item, self.accepted, self.config) for item in items]
-        starts = [start + item.rows - count for start, item, count in zip(planned, items, rows, strict=True)]
+        starts = [first_position(item, self.accepted, self.config) for item in items]
         for item, start, track in zip(items, starts, tracks, strict=True):
             if start != len(track.tokens) - 1:
                 raise RuntimeError(f"request {item.id}: a row at {start}, but {len(track.tokens)} tokens are known")

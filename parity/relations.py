@@ -285,6 +285,24 @@ def chained(call: CallFn, inputs: Inputs, context: Context) -> Finding:
     return Finding(status="bit-equal", variants=count)
 
 
+def declared_difference(call: CallFn, inputs: Inputs, context: Context) -> Finding:
+    """What is not promised differs: the hook yields (label, got, other); equal bytes mean that a fact has changed."""
+    assert context.relation.hook is not None
+    count = 0
+    for label, got, other in context.relation.hook(inputs, call, context):
+        count += 1
+        if first_difference(got, other) is None:
+            return Finding(status="differs", detail=f"{label}: expected other bytes, got the same", variants=count)
+    return Finding(status="different as declared", variants=count)
+
+
+# axes of an engine, on which what a request gets may not depend
+SERVING = (
+    *("batch_composition", "arrival_order", "chunk_size", "page_size", "page_order", "prefix_hit", "draft_width"),
+    *("steps_in_flight", "preemption", "neighbour_parameters", "grammar_neighbours", "replay_modes"),
+)
+
+
 CHECKS: dict[str, Callable[[CallFn, Inputs, Context], Finding]] = {
     "changed_slots": changed_slots,
     "layout_round_trip": layout_round_trip,
@@ -292,6 +310,8 @@ CHECKS: dict[str, Callable[[CallFn, Inputs, Context], Finding]] = {
     "fused_equals_steps": layout_round_trip,
     "split_invariant": chained,
     "rollback_equals_serial": chained,
+    **dict.fromkeys(SERVING, chained),
+    "declared_difference": declared_difference,
 }
 
 

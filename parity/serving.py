@@ -6,7 +6,7 @@ request by itself, the whole sequence computed again for every token, drawn by t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -39,8 +39,8 @@ from deeptwin.reference.config import (
 )
 from deeptwin.reference.model import model_v3, model_v4, model_v41
 from deeptwin.reference.numerics import CONTRACT, Numerics
-from deeptwin.reference.presets import V3Config, V4Config
 from deeptwin.reference.philox import subsequences
+from deeptwin.reference.presets import V3Config, V4Config
 from deeptwin.reference.sampling import argmax_tokens, sample_logits
 from deeptwin.reference.structured_output import apply_masks, token_masks
 
@@ -125,13 +125,19 @@ def serve_alone(
     serving: Serving,
     num: Numerics = CONTRACT,
 ) -> Outputs:
-    """Every request by itself, without caches, batches, drafts or an engine.
+    """Every request by itself, without caches, batches or drafts.
+
+    An engine's answer is the guess that makes this affordable; where it is wrong, the truth is what comes out.
 
     Raises:
         ValueError: shapes disagree, or a prompt is empty or has tokens outside the vocabulary.
     """
     requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    return _columns([_alone(i, request, serving, num) for i, request in enumerate(requests)])
+    plain = Serving(generation=serving.generation, vocab=serving.vocab, seed=serving.seed, max_requests=96, budget=4096)
+    plain = replace(plain, greedy=serving.greedy, draw=serving.draw, grammars=serving.grammars)
+    guesses = [done.tokens for done in serve(requests, [0] * len(requests), serving=plain, backend="reference")]
+    found = [_alone(i, *pair, serving, num) for i, pair in enumerate(zip(requests, guesses, strict=True))]
+    return _columns(found)
 
 
 def requests_of(
@@ -175,7 +181,7 @@ def serve(
     store = MemoryStore()
     if serving.warm:
         early = [replace(r, prompt=r.prompt[: serving.warm]) for r in requests if len(r.prompt) >= serving.warm]
-        engine_for(replace(serving, gamma=0, quality=0), early, backend, store=store).generate(early)
+        engine_for(serving, early, backend, streams={}, store=store).generate(early)
     engine = engine_for(serving, requests, backend, streams=streams, store=store, device=device)
     found: dict[int, Generation] = {}
     step = 0
@@ -208,7 +214,9 @@ def engine_for(
     config = EngineConfig(
         scheduler=limits,
         sampling=Sampling(draw=serving.draw, greedy=serving.greedy, eos=EOS),
-        prefix=exact_reuse(serving.generation, block=serving.page, recompute=_recomputed(serving)),
+        prefix=exact_reuse(serving.generation, block=serving.page, recompute=_recomputed(serving))
+        if serving.warm
+        else None,
         vocabulary=vocabulary_of(serving.vocab) if serving.grammars else None,
     )
     plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend)
@@ -244,14 +252,20 @@ def schedule_of(serving: Serving, requests: list[Generate]) -> SchedulerConfig:
 
 def runner_for(serving: Serving, plan: Plan, limits: SchedulerConfig, *, states: int) -> Runner:
     """A tiny model, or the toy, over caches as large as the schedule needs."""
-    sizes = {"pages": limits.num_blocks, "states": states, "page_tokens": serving.page}
     if serving.generation == "toy":
-        return ToyRunner(plan, vocab=serving.vocab, **sizes)
+        return ToyRunner(plan, vocab=serving.vocab, pages=limits.num_blocks, states=states, page_tokens=serving.page)
     config, weights = _model(serving.generation, serving.vocab, serving.seed)
     if serving.generation == "v41":
         config = replace(config, csa2=replace(config.csa2, truncation=serving.truncation))
     return runner_of(
-        config, weights, plan, **sizes, backtracking=limits.gamma + 1, positions=limits.max_positions
+        config,
+        weights,
+        plan,
+        pages=limits.num_blocks,
+        states=states,
+        page_tokens=serving.page,
+        backtracking=limits.gamma + 1,
+        positions=limits.max_positions,
     )
 
 
@@ -314,25 +328,39 @@ def _columns(found: list[Generation]) -> Outputs:
 # the truth
 
 
-def _alone(place: int, request: Generate, serving: Serving, num: Numerics) -> Generation:
+def _alone(place: int, request: Generate, guess: Sequence[int], serving: Serving, num: Numerics) -> Generation:
+    """The stream of one request. As long as a guess is right, one pass over all of it gives its logits.
+
+    The model is causal, so a row does not depend on the guess behind it; from the first wrong token on every sequence
+    is computed anew.
+    """
     done, params = Generation(id=place, request=request), request.params.drawn
+    behind = _logits([*request.prompt, *guess], serving, num)[len(request.prompt) - 1 :]
     while done.finish is Finish.OPEN:
-        tokens = [*request.prompt, *done.tokens]
-        logits_tv = _logits(tokens, serving, num)[None]
-        if request.grammar is not None:
-            vocabulary = vocabulary_of(serving.vocab)
-            mask_nw, _ = token_masks(
-                torch.tensor(done.tokens, dtype=torch.int32), vocabulary=vocabulary, request=request.grammar
-            )
-            apply_masks(logits_tv, mask_nw[None, -1:], torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
-        token, logprob = _drawn(logits_tv, params, request.params.temperature, len(tokens), serving, num)
+        made = done.tokens
+        logits_v = (
+            behind[len(made)] if made == guess[: len(made)] else _logits([*request.prompt, *made], serving, num)[-1]
+        )
+        logits_tv = _masked(logits_v[None].to(torch.float32), request, made, serving)
+        token, logprob = _drawn(
+            logits_tv, params, request.params.temperature, len(request.prompt) + len(made), serving, num
+        )
         done.tokens.append(token)
         done.logprobs.append(logprob)
         if token == EOS:
             done.finish = Finish.STOP
-        elif len(done.tokens) == params.max_tokens:
+        elif len(made) == params.max_tokens:
             done.finish = Finish.LENGTH
     return done
+
+
+def _masked(logits_tv: Tensor, request: Generate, made: list[int], serving: Serving) -> Tensor:
+    if request.grammar is None:
+        return logits_tv
+    vocabulary = vocabulary_of(serving.vocab)
+    mask_nw, _ = token_masks(torch.tensor(made, dtype=torch.int32), vocabulary=vocabulary, request=request.grammar)
+    one = torch.ones(1, dtype=torch.int32)
+    return apply_masks(logits_tv.clone(), mask_nw[None, -1:], one - 1, one)
 
 
 def _drawn(
@@ -356,7 +384,7 @@ def _drawn(
 
 
 def _logits(tokens: list[int], serving: Serving, num: Numerics) -> Tensor:
-    """The logits behind the last token, fp32 [v]."""
+    """The logits behind every token, [t, v]."""
     if serving.generation == "toy":
         return toy_logits(tokens, vocab=serving.vocab)
     config, weights = _model(serving.generation, serving.vocab, serving.seed)
@@ -367,4 +395,4 @@ def _logits(tokens: list[int], serving: Serving, num: Numerics) -> Tensor:
         logits_tv = model_v4(token_t, weights, config=config, num=num)
     else:
         logits_tv = model_v41(token_t, torch.zeros_like(token_t, dtype=torch.bool), weights, config=config, num=num)
-    return logits_tv[-1].to(torch.float32)
+    return logits_tv

@@ -106,18 +106,20 @@ class ToyRunner:
 
 
 def toy_logits(tokens: Sequence[int], *, vocab: int, spread: float = 4.0) -> Tensor:
-    """What the toy gives behind the last of these tokens, fp32 [v]: written out with whole numbers, without caches."""
-    keys = []
+    """What the toy gives behind each of these tokens, fp32 [t, v]: written out with whole numbers, without caches."""
+    keys: list[int] = []
+    rows, whole = [], 0
     for at, token in enumerate(tokens):
         key = token * STRIDE + at
         for back, factor in ((1, RADIX), (2, ODD)):
             key += (tokens[at - back] if at >= back else -1) * factor
         keys.append(_mixed_int(key))
-    whole = sum(_mixed_int(key + at * RADIX) for at, key in enumerate(keys))
-    window = sum(_mixed_int(keys[at] + at * STRIDE) for at in range(max(len(tokens) - WINDOW, 0), len(tokens)))
-    hidden = _mixed_int(whole + window)
-    words = [_mixed_int(_mixed_int(hidden + column * STRIDE) + RADIX) & 0xFFFF for column in range(vocab)]
-    return torch.tensor([(word - 2**15) * (spread / 2**15) for word in words])
+        whole += _mixed_int(keys[at] + at * RADIX)
+        window = sum(_mixed_int(keys[j] + j * STRIDE) for j in range(max(at + 1 - WINDOW, 0), at + 1))
+        hidden = _mixed_int(whole + window)
+        words = [_mixed_int(_mixed_int(hidden + column * STRIDE) + RADIX) & 0xFFFF for column in range(vocab)]
+        rows.append([(word - 2**15) * (spread / 2**15) for word in words])
+    return torch.tensor(rows)
 
 
 def _mixed_int(x: int) -> int:

@@ -1,0 +1,329 @@
+"""How the engine is checked: what a request gets is what it gets alone without any cache, whatever else goes on.
+
+`serve` runs the engine on a tiny model of every generation, and on a toy whose hidden state is a hash of all its caches
+hold. Every axis of `RELATIONS` changes one thing that must not matter; what the engine does not promise must differ.
+`score` forces the tokens, so that the log-probabilities of two arithmetics can be compared step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deeptwin.optimized.verification import Greedy
+from deeptwin.reference.config import Draw, Truncation
+
+from ..card import Candidate, Card, Inputs, Op, Output, Outputs, Relation, variants
+from ..relations import CallFn, Context, first_difference
+from ..rules import Bitwise
+from ..serving import GENERATIONS, Serving
+
+_mutant, _control = variants("engine")
+
+ROWS = dict.fromkeys(("prompt_bs", "length_b", "max_tokens_b", "arrival_b", "temperature_b", "top_p_b", "seed_b"), 0)
+Pair = tuple[str, Outputs, Outputs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCase:
+    """`requests` of up to `prompt` + `tokens` tokens on a tiny model; `only`: the axes to be tried, all if empty."""
+
+    generation: str
+    requests: int = 5
+    prompt: int = 36
+    tokens: int = 6
+    only: tuple[str, ...] = ()
+    truncation: Truncation = Truncation.OFF
+    regime: str = "normal"  # greedy: every request; long: all limits are `tokens`, and nothing ends earlier
+
+    @property
+    def id(self) -> str:
+        how = "" if self.truncation is Truncation.OFF else f"-{self.truncation.value}"
+        return f"{self.generation}-b{self.requests}-s{self.prompt}-n{self.tokens}{how}-{self.regime}"
+
+
+def draw_serve(case: ServeCase, rng: np.random.Generator) -> Inputs:
+    """Prompts of any length, nonsense behind them; greedy and drawn requests, some of them filtered; two alike."""
+    b, serving = case.requests, Serving(generation=case.generation, truncation=case.truncation)
+    length = rng.integers(1, case.prompt + 1, b)
+    length[: min(b, 2)] = case.prompt
+    prompt = rng.integers(-(2**31), 2**31 - 1, (b, case.prompt + 2))
+    for row in range(b):
+        prompt[row, : length[row]] = prompt[row, : length[row]] % (serving.vocab - 4) + 4
+    if b > 1:
+        prompt[1, : case.prompt - 3] = prompt[0, : case.prompt - 3]  # a common beginning
+    long = case.regime == "long"
+    limit = np.full(b, case.tokens) if long else rng.integers(1, case.tokens + 1, b)
+    limit[:1] = case.tokens
+    temperature = np.where(rng.random(b) < 0.4, 0.0, rng.choice([0.7, 1.0, 1.5], b))
+    if case.regime == "greedy":
+        temperature[:] = 0.0
+    return {
+        "prompt_bs": torch.from_numpy(prompt.astype(np.int32)),
+        "length_b": torch.from_numpy(length),
+        "max_tokens_b": torch.from_numpy(limit),
+        "arrival_b": torch.from_numpy(rng.integers(0, 6, b)),
+        "temperature_b": torch.from_numpy(temperature.astype(np.float32)),
+        "top_p_b": torch.from_numpy(rng.choice([1.0, 0.9], b).astype(np.float32)),
+        "seed_b": torch.from_numpy(rng.integers(0, 2**62, b)),
+        "serving": serving,
+    }
+
+
+def cases_serve(full: bool) -> list[ServeCase]:
+    """A toy and every generation with all axes; 96 requests of 128 tokens on the axes that need many."""
+    found = [ServeCase(generation=g) for g in GENERATIONS]
+    found += [ServeCase(generation="toy", requests=12, prompt=50, tokens=20), ServeCase(generation="toy", requests=0)]
+    found += [ServeCase(generation=g, requests=96, tokens=128, only=MANY, regime="long") for g in ("toy", "v3")]
+    if full:
+        found += [
+            ServeCase(generation=g, requests=96, tokens=128, only=MANY, regime="long") for g in ("v32", "v4", "v41")
+        ]
+        found += [ServeCase(generation=g, requests=9, prompt=70, tokens=12) for g in GENERATIONS]
+    return list({case.id: case for case in found}.values())
+
+
+# the axes: each yields what was called and what it must give
+
+
+Axis = Callable[[Inputs, CallFn, Context], Iterator[Pair]]
+
+
+def _rows(inputs: Inputs, rows: list[int]) -> Inputs:
+    index = torch.tensor(rows, dtype=torch.int64)
+    return inputs | {name: inputs[name].index_select(0, index) for name in ROWS}
+
+
+def _of(outputs: Outputs, rows: list[int], limit_b: Tensor) -> Outputs:
+    """What those requests got, as wide as the longest of them may be."""
+    width = int(limit_b[rows].max()) if rows else 0
+    index = torch.tensor(rows, dtype=torch.int64)
+    whole = {name: x.index_select(0, index) for name, x in outputs.items()}
+    return {name: x[:, :width] if x.dim() == 2 else x for name, x in whole.items()}
+
+
+def _smallest(
+    inputs: Inputs, call: CallFn, change: Callable[[Inputs], Inputs], got: Outputs, expected: Outputs
+) -> Pair:
+    """The request that differs, alone or with one other beside it, if that still shows it; all of them if not."""
+    wrong = [b for b in range(len(inputs["length_b"])) if first_difference(_row(got, b), _row(expected, b))]
+    others = [b for b in range(len(inputs["length_b"])) if b not in wrong[:1]]
+    for rows in [[*wrong[:1]], *([wrong[0], other] for other in others[:8])] if wrong else []:
+        few = _rows(inputs, rows)
+        pair = call(change(few)), call(few)
+        if first_difference(*pair):
+            return f"requests {rows}", *pair
+    return f"requests {wrong} of {len(others) + 1}", got, expected
+
+
+def _row(outputs: Outputs, b: int) -> Outputs:
+    return {name: x[b : b + 1] for name, x in outputs.items()}
+
+
+def _unchanged(*changes: tuple[str, dict[str, Any]]) -> Axis:
+    """An axis on which other settings of the engine give the same."""
+
+    def axis(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+        expected = call(inputs)
+        for label, settings in changes:
+
+            def change(given: Inputs, settings: dict[str, Any] = settings) -> Inputs:
+                return given | {"serving": replace(given["serving"], **settings)}
+
+            got = call(change(inputs))
+            if first_difference(got, expected):
+                less, got, smaller = _smallest(inputs, call, change, got, expected)
+                yield f"{label}, {less}", got, smaller
+            else:
+                yield label, got, expected
+
+    return axis
+
+
+def batch_composition(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """Requests alone, in pairs, twice, more and fewer at a time."""
+    expected, count, limit_b = call(inputs), len(inputs["length_b"]), inputs["max_tokens_b"]
+    groups = [[0], [count - 1, 0], [0] * 9] if count < 20 else [list(range(0, count, 12))]
+    for group in groups if count else []:
+        yield f"requests {group}", call(_rows(inputs, group)), _of(expected, group, limit_b)
+    for most in (1, 2, 64):
+        serving = replace(inputs["serving"], max_requests=most)
+        if count < 20 or most == 64:
+            yield f"{most} at a time", call(inputs | {"serving": serving}), expected
+
+
+def arrival_order(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """All at once, one after the other, in another order."""
+    expected, count, limit_b = call(inputs), len(inputs["length_b"]), inputs["max_tokens_b"]
+    order = [int(i) for i in context.rng.permutation(count)]
+    turned = _rows(inputs, order) | {"arrival_b": inputs["arrival_b"]}
+    yield f"order {order}", call(turned), _of(expected, order, limit_b)
+    if count < 20:
+        for label, arrival_b in (("all at once", torch.zeros(count)), ("late", torch.arange(count) * 5)):
+            yield label, call(inputs | {"arrival_b": arrival_b.long()}), expected
+
+
+def neighbours(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """The first request beside others that ask for something else."""
+    expected, count = call(inputs), len(inputs["length_b"])
+    for label, values in (
+        ("hot neighbours", {"temperature_b": 3.0}),
+        ("greedy neighbours", {"temperature_b": 0.0}),
+        ("narrow neighbours", {"top_p_b": 0.05}),
+        ("other seeds", {"seed_b": 12345}),
+    ):
+        changed = {name: inputs[name].clone() for name in values}
+        for name, value in values.items():
+            changed[name][1:] = value
+        if count > 1:
+            yield label, _row(call(inputs | changed), 0), _row(expected, 0)
+
+
+def grammars(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """Requests without a grammar beside some with one, and one with a grammar alone and beside others, with drafts."""
+    count = len(inputs["length_b"])
+    if count < 3:
+        return
+    serving, expected = inputs["serving"], call(inputs)
+    some = replace(serving, grammars=(0, 2))
+    got = call(inputs | {"serving": some})
+    yield "free requests beside grammars", _row(got, 1), _row(expected, 1)
+    width = int(inputs["max_tokens_b"][0])
+    alone = call(_rows(inputs, [0]) | {"serving": replace(serving, grammars=(0,))})
+    yield "a grammar alone", alone, {name: x[:, :width] if x.dim() == 2 else x for name, x in _row(got, 0).items()}
+    greedy = inputs | {"temperature_b": torch.zeros(count)}
+    plain = call(greedy | {"serving": some})
+    for quality in (0, 60):
+        drafted = replace(some, gamma=2, quality=quality)
+        yield f"grammars with drafts, quality {quality}", call(greedy | {"serving": drafted}), plain
+
+
+def drafts(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """Greedy requests with any number of drafts of any quality, synchronous and not, in a tight pool."""
+    greedy = inputs | {"temperature_b": torch.zeros(len(inputs["length_b"]))}
+    expected = call(greedy)
+    for label, settings in (
+        ("1 draft, all wrong", {"gamma": 1, "quality": 0}),
+        ("2 drafts", {"gamma": 2, "quality": 60}),
+        ("5 drafts, all right", {"gamma": 5, "quality": 100}),
+        ("2 drafts in flight, tight", {"gamma": 2, "quality": 60, "asynchronous": True, "tight": True}),
+        ("3 drafts, scheduled", {"gamma": 3, "quality": 60, "scheduled": True, "asynchronous": True}),
+    ):
+        yield label, call(greedy | {"serving": replace(inputs["serving"], **settings)}), expected
+
+
+def schedules(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """Steps in flight change nothing, with drafts and without, for drawn requests too."""
+    serving = inputs["serving"]
+    for label, base in (("plain", serving), ("drafted", replace(serving, gamma=2, quality=60))):
+        expected = call(inputs | {"serving": base})
+        yield label, call(inputs | {"serving": replace(base, asynchronous=True)}), expected
+
+
+def replay_modes(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """Masked rows give what left-out rows give, whole or behind a hit; prompts that are kept whole change nothing."""
+    serving = inputs["serving"]
+    mask, compact = (replace(serving, truncation=t) for t in (Truncation.MASK, Truncation.COMPACT))
+    masked = call(inputs | {"serving": mask})
+    yield "masked and compact", call(inputs | {"serving": compact}), masked
+    yield "compact in small chunks", call(inputs | {"serving": replace(compact, budget=5)}), masked
+    yield "compact behind a hit", call(inputs | {"serving": replace(compact, warm=serving.page)}), masked
+    short = inputs | {"length_b": inputs["length_b"].clamp(max=9)}
+    yield "short prompts", call(short | {"serving": compact}), call(short)
+
+
+def not_promised(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """What changes the tokens of drawn requests, as the specification says."""
+    count, serving = len(inputs["length_b"]), inputs["serving"]
+    hot = inputs | {"temperature_b": torch.ones(count), "max_tokens_b": inputs["max_tokens_b"].clamp(min=5)}
+    plain = call(hot)
+    yield "another seed", call(hot | {"seed_b": hot["seed_b"] + 1}), plain
+    yield "drawn behind drafts", call(hot | {"serving": replace(serving, gamma=2, quality=60)}), plain
+    yield (
+        "the draw of another platform",
+        call(hot | {"serving": replace(serving, vocab=64, draw=Draw.ASCEND)}),
+        call(hot | {"serving": replace(serving, vocab=64)}),
+    )
+    nearly = replace(serving, greedy=Greedy.EPS)
+    cold = hot | {"temperature_b": torch.zeros(count)}
+    eps, argmax = call(cold | {"serving": nearly}), call(cold)
+    yield "greedy by a draw: other log-probabilities", eps, argmax
+    if serving.generation == "v41":
+        off, compact = call(hot), call(hot | {"serving": replace(serving, truncation=Truncation.COMPACT)})
+        yield "bounded replay of long prompts", compact, off
+
+
+MANY = ("batch_composition", "arrival_order", "chunk_size")
+AXES: dict[str, tuple[str, Axis]] = {
+    "batch_composition": ("batch composition", batch_composition),
+    "arrival_order": ("arrival order", arrival_order),
+    "chunk_size": ("chunks of prompts", _unchanged(("budget 7", {"budget": 7}), ("budget 1000", {"budget": 1000}))),
+    "page_size": ("page size", _unchanged(("pages of 32", {"page": 32}), ("pages of 48", {"page": 48}))),
+    "page_order": ("order of pages and states", _unchanged(("1", {"shuffle": 1}), ("2", {"shuffle": 2}))),
+    "prefix_hit": (
+        "length of a prefix hit",
+        _unchanged(("a page", {"warm": 16}), ("two pages", {"warm": 33}), ("short chunks", {"warm": 32, "budget": 5})),
+    ),
+    "draft_width": ("drafts", drafts),
+    "steps_in_flight": ("synchronous or not", schedules),
+    "preemption": (
+        "preemption",
+        _unchanged(("tight", {"tight": True}), ("tight, in flight", {"tight": True, "asynchronous": True})),
+    ),
+    "neighbour_parameters": ("parameters of other requests", neighbours),
+    "grammar_neighbours": ("grammars of other requests", grammars),
+    "replay_modes": ("bounded replay", replay_modes),
+}
+
+
+def _wanted(name: str) -> Callable[[ServeCase], bool]:
+    def wanted(case: ServeCase) -> bool:
+        if not case.requests or (case.only and name not in case.only):
+            return False
+        return name != "replay_modes" or case.generation == "v41"
+
+    return wanted
+
+
+RELATIONS = (
+    *(Relation(name=n, axis=axis, hook=hook, only=_wanted(n)) for n, (axis, hook) in AXES.items()),
+    Relation(
+        name="declared_difference",
+        axis="what is not promised",
+        hook=not_promised,
+        only=lambda case: 0 < case.requests < 20 and case.generation != "toy",
+    ),
+)
+
+SERVE = Op(
+    name="serve",
+    reference="deeptwin.parity.serving:serve_alone",
+    outputs=(
+        Output(name="token_bn", rule=Bitwise(), dtype=torch.int32),
+        Output(name="logprob_bn", rule=Bitwise(), dtype=torch.float32),
+        Output(name="finish_b", rule=Bitwise(), dtype=torch.int32),
+    ),
+    cases=cases_serve,
+    draw=draw_serve,
+    rows=ROWS,
+    out_rows={"token_bn": 0, "logprob_bn": 0, "finish_b": 0},
+    relations=RELATIONS,
+    candidates=(Candidate(name="reference-plan", function="deeptwin.parity.serving:serve_reference", archs=("cpu",)),),
+)
+
+CARD = Card(
+    component="engine",
+    summary="requests in batches over paged caches: what each gets does not depend on any other, nor on the schedule",
+    contract={
+        "tokens": "those of the stateless model and the declared draw, bit for bit under a plan of reference functions",
+        "log-probabilities": "fp32, of the distribution that a token was drawn from; greedy: at temperature 1",
+        "not promised": "equal tokens of drawn requests with and without drafts, under scheduled verification, behind "
+        "preemption with drafts, on another platform's draw, or with bounded replay of long prompts",
+    },
+    ops=(SERVE,),
+)
