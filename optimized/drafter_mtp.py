@@ -74,7 +74,8 @@ class V3Module:
         device: torch.device | str = "cpu",
     ) -> None:
         self.config, self.weights, self.plan = config, weights, plan
-        self.vocab, self.row = config.vocab_size, (config.hidden,)
+        self.vocab = config.vocab_size
+        self.row: tuple[int, ...] = (config.hidden,)
         self.table_sr = plan.op("rope.table_of")(config.attention.rope, positions).to(device)
         self.cache = v3_cache(config, pages=pages, page_tokens=page_tokens, device=device)
 
@@ -135,7 +136,8 @@ class V4Module:
         device: torch.device | str = "cpu",
     ) -> None:
         self.config, self.weights, self.plan = config, weights, plan
-        self.vocab, self.row = config.vocab_size, (config.mhc.streams, config.hidden)
+        self.vocab = config.vocab_size
+        self.row: tuple[int, ...] = (config.mhc.streams, config.hidden)
         # the block has a number of its own behind the layers, and the schedule of that number
         self.attn = replace(config.attn(config.num_layers), backtracking=backtracking)
         self.table_sr = plan.op("rope.table_of")(self.attn.rope, positions).to(device)
@@ -241,8 +243,11 @@ class MtpDrafter:
 
     def page_bytes(self, page: int, before: int) -> bytes:
         """The entries that the tokens of a page completed: the last one of the page in front, and all but its last."""
-        rows = zip(self.module.page_rows(page), self.module.page_rows(before), strict=True)
-        return bytes_of([x for own, front in rows for x in (front[-1:] if before else torch.zeros_like(front[-1:]), own[:-1])])
+        found = []
+        for own, front in zip(self.module.page_rows(page), self.module.page_rows(before), strict=True):
+            # the first page of a sequence has nothing in front: page 0 belongs to nobody
+            found += [front[-1:] if before else torch.zeros_like(front[-1:]), own[:-1]]
+        return bytes_of(found)
 
     def load_page(self, page: int, before: int, payload: bytes) -> None:
         """Write what `page_bytes` gave where it belongs.
@@ -250,10 +255,10 @@ class MtpDrafter:
         Raises:
             ValueError: the payload has another length.
         """
-        rows = zip(self.module.page_rows(page), self.module.page_rows(before), strict=True)
-        # the first page of a sequence has nothing in front: page 0 belongs to nobody
-        places = [(front[-1:] if before else front[-1:].clone(), own[:-1]) for own, front in rows]
-        fill_with(payload, [x for pair in places for x in pair])
+        places = []
+        for own, front in zip(self.module.page_rows(page), self.module.page_rows(before), strict=True):
+            places += [front[-1:] if before else torch.empty_like(front[-1:]), own[:-1]]
+        fill_with(payload, places)
 
     def snapshot(self, slot: int, end: int) -> bytes:
         """The hidden state of the newest token, and the window before its entry.
