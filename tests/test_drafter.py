@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from deeptwin.optimized.drafters import drafter_of
 from deeptwin.optimized.plan import plan_of
 from deeptwin.optimized.runners import runner_of
 from deeptwin.optimized.steps import Forward
+from deeptwin.parity.house import worker_environment
 from deeptwin.parity.tiny_drafts import tiny_draft
 from deeptwin.parity.tiny_models import tiny_model
 from deeptwin.reference.block_v41 import V41Stack
@@ -40,6 +45,8 @@ PROMPT = [int(token) for token in torch.randperm(VOCAB, generator=torch.Generato
 # where the cuts of a sequence are, and how many further tokens of every decode step are wrong
 WHOLE: list[tuple[int, int]] = [(37, 0)]
 CUT: list[tuple[int, int]] = [(1, 0), (15, 0), (1, 0), (9, 0), (1, 3), (2, 2), (4, 0), (3, 1), (1, 0)]
+# the kernel does not take eight experts in groups
+DECLINED = {("v3", "triton"): {"router": "reference"}}
 PROMPTS = 4  # of the steps of CUT are chunks of a prompt
 
 
@@ -50,14 +57,15 @@ def parts(generation: str) -> tuple[Any, Any, Any]:
 
 
 class Host:
-    """A runner and its drafter, and sequences that advance in them."""
+    """A runner and its drafter, and sequences that advance in them; `backend` is the drafter's."""
 
     def __init__(self, generation: str, *, backend: str = "reference") -> None:
         config, weights, draft = parts(generation)
-        plan = plan_of(generation, backend, {} if backend == "reference" else {"sampling": "vectorised"})
         sizes = {"pages": PAGES, "states": STATES, "page_tokens": PAGE, "positions": POSITIONS}
-        self.runner = runner_of(config, weights, plan, **sizes)
+        self.runner = runner_of(config, weights, plan_of(generation, "reference"), **sizes)
+        kept, self.runner.plan = self.runner.plan, plan_of(generation, backend, DECLINED.get((generation, backend), {}))
         self.drafter = drafter_of(self.runner, draft, gamma=GAMMA, states=STATES, draw=Draw.NVIDIA)
+        self.runner.plan = kept
         self.known: dict[int, list[int]] = {}
 
     def advance(self, rows: dict[int, tuple[int, list[int]]], *, decode: bool, valid: int = 0) -> Forward:
@@ -332,16 +340,34 @@ def test_a_greedy_request_drafts_the_likeliest_token() -> None:
     assert cold[1][0, 0].max() == 0
 
 
-@EVERY
-def test_the_triton_plan_proposes_the_same_distributions(generation: str) -> None:
-    """Kernels under the interpreter, a short prompt; logits of tiny models are a few units, roundings below 0.1."""
-    found = []
-    for backend in ("reference", "triton"):
-        host = Host(generation, backend=backend)
-        host.run(1, [(5, 0)])
-        found.append(host.propose(1, end=5))
-    assert (found[0][1][0, 0] - found[1][1][0, 0]).abs().max() < 0.2
-    assert (found[0][2] - found[1][2]).abs().max() < 0.05
+def measured_apart() -> None:
+    """By generation: how far the distributions of the first draft, and confidences, are apart in two plans."""
+    found = {}
+    for generation in ("v3", "v41"):  # a chain of modules, and a block
+        (_, logprob, trust), *other = (proposed(generation, backend) for backend in ("reference", "triton"))
+        variation = (logprob[0, 0].exp() - other[0][1][0, 0].exp()).abs().sum() / 2
+        found[generation] = {"variation": variation.item(), "trust": (trust - other[0][2]).abs().max().item()}
+    sys.stdout.write(json.dumps(found))
+
+
+def proposed(generation: str, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    host = Host(generation, backend=backend)
+    host.run(1, [(5, 0)])
+    return host.propose(1, end=5)
+
+
+def test_kernels_propose_nearly_the_same_distributions() -> None:
+    """A whole drafter under the interpreter, which has to be asked for before triton is imported."""
+    name = Path(__file__)
+    code = f"import sys; sys.path.insert(0, {str(name.parent)!r}); import {name.stem} as t; t.measured_apart()"
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=worker_environment("cpu"), capture_output=True, text=True, timeout=300
+    )
+    assert child.returncode == 0, child.stderr
+    for generation, found in json.loads(child.stdout).items():
+        # V3's kernels have the absorbed form, which rounds elsewhere
+        assert found["variation"] < (0.05 if generation == "v3" else 1e-3), (generation, found)
+        assert found["trust"] < 1e-3, (generation, found)
 
 
 # scripts
