@@ -93,6 +93,8 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     | _rows("csa2_layer", "csa2_compact", component="csa2", source="csa2")
     | _rows("csa2_layer", "csa2_attention_", component="csa2", source="csa2", stored=(_attended,))
     | _rows("csa2", "csa2_output")
+    | _rows("window", "ring_slots")
+    | _rows("kv_cache", "store_records")
     | _rows("mtp", "mtp_join", "mtp_join_streams")
     | _rows("dspark", "draft_rows", "target_features", "main_keys", "draft_hidden")
     | _rows("dspark", "markov_step", "confidence", stored=F32)
@@ -116,7 +118,7 @@ GENERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "v3": (*SHARED, "mla", "mtp", *RUNTIME),
         "v32": (*SHARED, "dsa", "mtp", *RUNTIME),
         "v4": (*SHARED, "quant", "mhc", "csa", "hca", "mtp", *RUNTIME),
-        "v41": (*SHARED, "quant", "mhc", "engram", "csa2", "dspark", *RUNTIME),
+        "v41": (*SHARED, "quant", "mhc", "engram", "csa2", "window", "kv_cache", "dspark", *RUNTIME),
     }
 )
 # what a backend takes for a component, the first that an operation has; `rows` says which it was

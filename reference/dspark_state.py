@@ -67,6 +67,15 @@ class DraftModel:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class DraftMain:
+    """What makes the keys that drafts see of the main model's tokens, before each layer's own product and norm."""
+
+    proj_q: Tensor  # codes [m, z], z the target layers' features side by side
+    proj_sf: Tensor
+    norm_m: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DraftRequests:
     """Where the blocks of a batch stand, as `draft_rows` takes it, and how requests draw: as their target does."""
 
