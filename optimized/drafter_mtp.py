@@ -74,7 +74,8 @@ class V3Module:
         device: torch.device | str = "cpu",
     ) -> None:
         self.config, self.weights, self.plan = config, weights, plan
-        self.vocab, self.row = config.vocab_size, (config.hidden,)
+        self.vocab = config.vocab_size
+        self.row: tuple[int, ...] = (config.hidden,)
         self.table_sr = plan.op("rope.table_of")(config.attention.rope, positions).to(device)
         self.cache = v3_cache(config, pages=pages, page_tokens=page_tokens, device=device)
 
@@ -135,7 +136,8 @@ class V4Module:
         device: torch.device | str = "cpu",
     ) -> None:
         self.config, self.weights, self.plan = config, weights, plan
-        self.vocab, self.row = config.vocab_size, (config.mhc.streams, config.hidden)
+        self.vocab = config.vocab_size
+        self.row: tuple[int, ...] = (config.mhc.streams, config.hidden)
         # the block has a number of its own behind the layers, and the schedule of that number
         self.attn = replace(config.attn(config.num_layers), backtracking=backtracking)
         self.table_sr = plan.op("rope.table_of")(self.attn.rope, positions).to(device)
@@ -191,9 +193,10 @@ class MtpDrafter:
         self.gamma = gamma
         self.draw = draw
         self.plan = plan
-        # hidden states of the newest tokens of every state, by position: those of a step, and of the token before it
-        self.hidden = torch.zeros(states, gamma + 2, *module.row, dtype=torch.bfloat16, device=device)
-        self.position = torch.full((states, gamma + 2), -1, dtype=torch.int64, device=device)
+        # hidden states of the newest tokens of every state, by position: of two steps, and of the token before them
+        places = 2 * (gamma + 1) + 1
+        self.hidden = torch.zeros(states, places, *module.row, dtype=torch.bfloat16, device=device)
+        self.position = torch.full((states, places), -1, dtype=torch.int64, device=device)
 
     def observe(self, forward: Forward, token_t: Tensor, step: Csa2Step) -> None:
         """Compute the rows whose next token is among the step's inputs, and keep hidden states for the others.
@@ -241,10 +244,11 @@ class MtpDrafter:
 
     def page_bytes(self, page: int, before: int) -> bytes:
         """The entries that the tokens of a page completed: the last one of the page in front, and all but its last."""
-        rows = zip(self.module.page_rows(page), self.module.page_rows(before), strict=True)
-        return bytes_of(
-            [x for own, front in rows for x in (front[-1:] if before else torch.zeros_like(front[-1:]), own[:-1])]
-        )
+        found = []
+        for own, front in zip(self.module.page_rows(page), self.module.page_rows(before), strict=True):
+            # the first page of a sequence has nothing in front: page 0 belongs to nobody
+            found += [front[-1:] if before else torch.zeros_like(front[-1:]), own[:-1]]
+        return bytes_of(found)
 
     def load_page(self, page: int, before: int, payload: bytes) -> None:
         """Write what `page_bytes` gave where it belongs.
@@ -252,10 +256,10 @@ class MtpDrafter:
         Raises:
             ValueError: the payload has another length.
         """
-        rows = zip(self.module.page_rows(page), self.module.page_rows(before), strict=True)
-        # the first page of a sequence has nothing in front: page 0 belongs to nobody
-        places = [(front[-1:] if before else front[-1:].clone(), own[:-1]) for own, front in rows]
-        fill_with(payload, [x for pair in places for x in pair])
+        places = []
+        for own, front in zip(self.module.page_rows(page), self.module.page_rows(before), strict=True):
+            places += [front[-1:] if before else torch.empty_like(front[-1:]), own[:-1]]
+        fill_with(payload, places)
 
     def snapshot(self, slot: int, end: int) -> bytes:
         """The hidden state of the newest token, and the window before its entry.

@@ -27,7 +27,7 @@ class Forward:
 
     row_t: Tensor  # int64: which of the step's rows were computed, all but under COMPACT
     hidden_ym: Tensor  # bf16 [y, m]: behind the final norm, what the head reads
-    features: tuple[Tensor, ...]  # V4: the streams before the head; V4.1: those behind every target layer
+    features: tuple[Tensor, ...]  # streams: V4, before the head; V4.1, into the attention of target layers
 
 
 class Runner(Protocol):

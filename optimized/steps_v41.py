@@ -6,7 +6,7 @@ were stored. Steps hold text alone: images would need rows of the tower in place
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -53,6 +53,7 @@ class _Rows:
     row_t: Tensor  # which rows of the step these are
     step: Csa2Step
     carried: tuple[Tensor | None, Tensor | None] = (None, None)  # selection and candidate blocks
+    heard: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # by the draft: streams, and which rows they are
 
     def keep(self, kept_t: Tensor, step: Csa2Step) -> None:
         """Go on with some of the rows: everything is per row."""
@@ -118,16 +119,13 @@ class V41Runner:
         stream_tnm, pre_tn = plan.op("mhc.mhc_expand")(embed_tm, config=model.mhc)
         every_t = torch.arange(len(token_t), device=token_t.device)
         rows = _Rows(stream_tnm=stream_tnm, pre_tn=pre_tn, row_ltz=row_ltz, image_t=image_t, row_t=every_t, step=step)
-        heard = []  # by the draft: streams, and which rows they are
         for layer, weights in enumerate(self.weights.layers):
             self._block(rows, weights, layer, under(f"layers.{layer}.", tap))
-            if layer in model.draft.target_layers:
-                heard.append((rows.stream_tnm, rows.row_t))
         x_tm = plan.op("mhc.mhc_apply")(rows.pre_tn, rows.stream_tnm)
         tap("head.x", x_tm)
         x_tm = self._normed(x_tm, self.weights.norm_m)
         tap("head.norm", x_tm)
-        features = tuple(x if len(at_t) == len(rows.row_t) else x[rows.row_t] for x, at_t in heard)
+        features = tuple(x if len(at_t) == len(rows.row_t) else x[rows.row_t] for x, at_t in rows.heard)
         return Forward(row_t=rows.row_t, hidden_ym=x_tm, features=features)
 
     def head(self, hidden_ym: Tensor) -> Tensor:
@@ -211,6 +209,8 @@ class V41Runner:
             kept_t, step = plan.op("csa2.csa2_compact")(rows.step, config=self.csa2)
             rows.keep(kept_t, step)
             x_tm, post_tn, comb_tnn = x_tm[kept_t], post_tn[kept_t], comb_tnn[kept_t]
+        if layer in model.draft.target_layers:
+            rows.heard.append((rows.stream_tnm, rows.row_t))
         y_tm = self._attention(x_tm, rows, weights, layer, own)
         own("out", y_tm)
         rows.stream_tnm = plan.op("mhc.mhc_post")(rows.stream_tnm, y_tm, post_tn, comb_tnn)

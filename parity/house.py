@@ -20,9 +20,9 @@ SUPPORT = (
     *("dsa_index", "dsa_state", "dsa_rows", "dsa_step", "mla_step"),
     *("v4_attend", "v4_layer", "v4_state", "v4_weights", "v4_step"),
     *("account_terms", "account_v3", "account_v4", "account_v41", "account_claims"),
-    *("dspark_curve", "dspark_step", "dspark_state", "dspark_layer", "dspark_chain", "dspark_pool"),
+    *("dspark_weights", "dspark_curve", "dspark_step", "dspark_state", "dspark_layer", "dspark_chain", "dspark_pool"),
     *("philox", "sampling_filter", "sampling_rows"),
-    *("verification", "drafter", "drafter_dspark", "drafter_mtp"),
+    *("verification", "drafter", "drafter_dspark", "drafter_mtp", "drafters"),
     *("serving_checks", "toy_model", "byte_grammar", "grammar_text", "grammar_json", "grammar_pool"),
 )
 

@@ -22,7 +22,7 @@ from .checks import expect_shape
 from .config import IndexCast, V4AttnConfig, V4Kind
 from .csa2_state import Csa2Batch, Csa2Step
 from .hadamard import hadamard
-from .indexer import index_visible, index_weights, score_rows
+from .indexer import index_visible, index_weights, score_rows, seen_rows
 from .kv_cache import load_records, store_records
 from .numerics import CONTRACT, Numerics
 from .quant import fake_quantize
@@ -133,10 +133,9 @@ def csa_select(
     Source:
         v3-v32-v4.md section 5.5
     """
-    every_s = torch.arange(index_pow.shape[0] * index_pow.shape[1], device=index_pow.device)
-    key_sd = load_records(index_pow, every_s, layout=SECTIONED, dtype=torch.float32, num=num)
-    slots_tj = entry_slots(positions_t, table_tp, config=config)
-    scores_tj = csa_scores(x_tm, latent_ta, weights, table_sr, positions_t, key_sd, slots_tj, config=config, num=num)
+    slot_y, rows_tj = seen_rows(entry_slots(positions_t, table_tp, config=config).long())
+    key_yd = load_records(index_pow, slot_y, layout=SECTIONED, dtype=torch.float32, num=num)
+    scores_tj = csa_scores(x_tm, latent_ta, weights, table_sr, positions_t, key_yd, rows_tj, config=config, num=num)
     return topk(scores_tj, index_visible(positions_t, ratio=config.ratio), k=config.index_topk)
 
 

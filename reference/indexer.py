@@ -205,8 +205,16 @@ def index_scores_paged(
     row_ts = torch.where(is_known_ts, page_ts * o + entry_ts % max(o, 1), -1)
     page_pw, data = cache_pow.flatten(1), o * INDEX_FP4.data_bytes
     codes, sf = page_pw[:, :data].reshape(p * o, 64), page_pw[:, data:].reshape(p * o, 4)
-    k_sd = dequantize(codes, sf, fmt=INDEX_FP4.quant, num=num)
-    return score_rows(_query_values(q_thw, num), k_sd, w_th, row_ts, order=order, num=num)
+    seen_y, row_ts = seen_rows(row_ts)
+    k_yd = dequantize(codes[seen_y], sf[seen_y], fmt=INDEX_FP4.quant, num=num)
+    return score_rows(_query_values(q_thw, num), k_yd, w_th, row_ts, order=order, num=num)
+
+
+def seen_rows(row_ts: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that are named at all, each once, and `row_ts` with places among them; -1 stays."""
+    place_ts = torch.full_like(row_ts, -1)
+    seen_y, place_ts[row_ts >= 0] = row_ts[row_ts >= 0].unique(return_inverse=True)
+    return seen_y, place_ts
 
 
 def score_rows(

@@ -11,6 +11,7 @@ here turn values into bytes and back.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from math import inf, nan
 
@@ -35,48 +36,51 @@ E4M3 = (*_magnitudes(4, 3, 7)[:127], nan)  # finite only: 0x7f is NaN, the large
 E5M2 = (*_magnitudes(5, 2, 15)[:124], inf, nan, nan, nan)  # IEEE-like: the largest number is 57344
 E2M1 = _magnitudes(2, 1, 1)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6: no NaN, no infinity
 UE8M0 = (*(2.0 ** (b - 127) for b in range(255)), nan)  # powers of two: no sign, no zero
+# the value of every code
+BOOKS = {name: (*half, *(-value for value in half)) for name, half in (("e4m3", E4M3), ("e5m2", E5M2), ("e2m1", E2M1))}
+BOOKS["ue8m0"] = UE8M0
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
     """The nearest e4m3fn code (float8_e4m3fn), ties to even, saturating at ±448; zero and NaN keep their sign."""
-    code = torch.where(x.isnan(), 0x7F, _nearest(x, E4M3[:127]))
+    code = torch.where(x.isnan(), 0x7F, _nearest(x, "e4m3"))
     return (code + 0x80 * torch.signbit(x)).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def encode_e5m2(x: Tensor) -> Tensor:
     """The nearest e5m2 code (float8_e5m2), ties to even, saturating at ±57344; zero and NaN keep their sign."""
-    code = torch.where(x.isnan(), 0x7F, _nearest(x, E5M2[:124]))
+    code = torch.where(x.isnan(), 0x7F, _nearest(x, "e5m2"))
     return (code + 0x80 * torch.signbit(x)).to(torch.uint8).view(torch.float8_e5m2)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
     """The nearest e2m1 code as uint8 0 … 15, ties to even, saturating at ±6 (NaN too); zero keeps its sign."""
-    return (_nearest(x, E2M1) + 8 * torch.signbit(x)).to(torch.uint8)
+    return (_nearest(x, "e2m1") + 8 * torch.signbit(x)).to(torch.uint8)
 
 
 def encode_ue8m0(x: Tensor) -> Tensor:
     """The byte of the smallest power of two ≥ x; 0 for x ≤ 2^-127, 255 (NaN) for NaN or beyond 2^127."""
-    return torch.bucketize(x.contiguous(), x.new_tensor(UE8M0[:255])).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), _book("ue8m0", x.dtype, x.device)[:255]).to(torch.uint8)
 
 
 def decode_e4m3(codes: Tensor, *, num: Numerics = CONTRACT) -> Tensor:
     """The values of float8_e4m3fn codes, in the carrier of `num`."""
-    return _looked_up(codes, _with_negatives(E4M3), num)
+    return _looked_up(codes, "e4m3", num)
 
 
 def decode_e5m2(codes: Tensor, *, num: Numerics = CONTRACT) -> Tensor:
     """The values of float8_e5m2 codes, in the carrier of `num`."""
-    return _looked_up(codes, _with_negatives(E5M2), num)
+    return _looked_up(codes, "e5m2", num)
 
 
 def decode_e2m1(codes: Tensor, *, num: Numerics = CONTRACT) -> Tensor:
     """The values of unpacked e2m1 codes 0 … 15, in the carrier of `num`."""
-    return _looked_up(codes, _with_negatives(E2M1), num)
+    return _looked_up(codes, "e2m1", num)
 
 
 def decode_ue8m0(sf: Tensor, *, num: Numerics = CONTRACT) -> Tensor:
     """The values 2^(byte - 127) of scale bytes, in the carrier of `num`; byte 255 is NaN, byte 0 is 2^-127 (OCP)."""
-    return _looked_up(sf, UE8M0, num)
+    return _looked_up(sf, "ue8m0", num)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -184,20 +188,29 @@ def fake_quantize(
     return num.store(_round_to_element(num.f32(x_tm / s_tm), fmt, num) * s_tm, dtype)
 
 
-def _nearest(x: Tensor, magnitudes: tuple[float, ...]) -> Tensor:
-    midpoints = x.new_tensor([(low + high) / 2 for low, high in pairwise(magnitudes)])
-    size = x.abs().contiguous()
+def _nearest(x: Tensor, book: str) -> Tensor:
+    midpoints, size = _midpoints(book, x.dtype, x.device), x.abs().contiguous()
     # both are the nearest index, but on a midpoint the first is the lower and the second the upper neighbour
-    lower, upper = torch.bucketize(size, midpoints), torch.bucketize(size, midpoints, right=True)
+    lower = torch.bucketize(size, midpoints, out_int32=True)
+    upper = torch.bucketize(size, midpoints, right=True, out_int32=True)
     return torch.where(lower % 2 == 0, lower, upper)
 
 
-def _with_negatives(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
-    return (*magnitudes, *(-value for value in magnitudes))
+@cache
+def _midpoints(book: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Between the magnitudes of neighbouring codes, those of NaN and infinity aside."""
+    finite = [value for value in BOOKS[book][: len(BOOKS[book]) // 2] if value < inf]
+    return torch.tensor([(low + high) / 2 for low, high in pairwise(finite)], dtype=dtype, device=device)
 
 
-def _looked_up(codes: Tensor, values: tuple[float, ...], num: Numerics) -> Tensor:
-    return torch.tensor(values, dtype=num.carrier, device=codes.device)[codes.view(torch.uint8).long()]
+def _looked_up(codes: Tensor, book: str, num: Numerics) -> Tensor:
+    index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
+    return _book(book, num.carrier, codes.device).index_select(0, index).view(codes.shape)
+
+
+@cache
+def _book(name: str, carrier: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(BOOKS[name], dtype=carrier, device=device)
 
 
 def _block_scale(x_tm: Tensor, fmt: QuantFormat, num: Numerics) -> Tensor:
@@ -214,7 +227,9 @@ def _block_scale(x_tm: Tensor, fmt: QuantFormat, num: Numerics) -> Tensor:
 
 
 def _spread(s: Tensor, fmt: QuantFormat, shape: torch.Size) -> Tensor:
-    return s.repeat_interleave(fmt.rows, 0).repeat_interleave(fmt.group, 1)[: shape[0], : shape[1]]
+    n, g = s.shape
+    wide = s[:, None, :, None].expand(n, fmt.rows, g, fmt.group).reshape(n * fmt.rows, g * fmt.group)
+    return wide[: shape[0], : shape[1]]
 
 
 def _round_to_element(x_tm: Tensor, fmt: QuantFormat, num: Numerics) -> Tensor:
