@@ -193,9 +193,10 @@ class MtpDrafter:
         self.gamma = gamma
         self.draw = draw
         self.plan = plan
-        # hidden states of the newest tokens of every state, by position: those of a step, and of the token before it
-        self.hidden = torch.zeros(states, gamma + 2, *module.row, dtype=torch.bfloat16, device=device)
-        self.position = torch.full((states, gamma + 2), -1, dtype=torch.int64, device=device)
+        # hidden states of the newest tokens of every state, by position: of two steps, and of the token before them
+        places = 2 * (gamma + 1) + 1
+        self.hidden = torch.zeros(states, places, *module.row, dtype=torch.bfloat16, device=device)
+        self.position = torch.full((states, places), -1, dtype=torch.int64, device=device)
 
     def observe(self, forward: Forward, token_t: Tensor, step: Csa2Step) -> None:
         """Compute the rows whose next token is among the step's inputs, and keep hidden states for the others.
