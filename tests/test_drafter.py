@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,15 +22,17 @@ from deeptwin.optimized.drafters import drafter_of
 from deeptwin.optimized.plan import plan_of
 from deeptwin.optimized.runners import runner_of
 from deeptwin.optimized.steps import Forward
+from deeptwin.optimized.verification import Greedy, VerifyRows, proposal_pool, step_tokens, verify, write_proposals_
 from deeptwin.parity.house import worker_environment
-from deeptwin.parity.tiny_drafts import tiny_draft
+from deeptwin.parity.tiny_drafts import tiny_draft, tiny_draft_state
 from deeptwin.parity.tiny_models import tiny_model
 from deeptwin.reference.block_v41 import V41Stack
-from deeptwin.reference.config import DRAFT_SEED_OFFSET, Draw, DrawUse, Truncation
+from deeptwin.reference.config import DRAFT_SEED_OFFSET, MHC_V4, DraftBlock, Draw, DrawUse, Truncation
 from deeptwin.reference.csa2_state import Csa2Step
 from deeptwin.reference.dspark import main_keys, target_features
 from deeptwin.reference.dspark_chain import draft_block
 from deeptwin.reference.dspark_state import DraftRequests
+from deeptwin.reference.dspark_weights import draft_config, draft_main, draft_model
 from deeptwin.reference.kv_cache import store_records
 from deeptwin.reference.model import model_v3, model_v4, model_v41
 from deeptwin.reference.mtp import mtp_v3, mtp_v4
@@ -356,6 +359,7 @@ def proposed(generation: str, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     return host.propose(1, end=5)
 
 
+@pytest.mark.slow
 def test_kernels_propose_nearly_the_same_distributions() -> None:
     """A whole drafter under the interpreter, which has to be asked for before triton is imported."""
     name = Path(__file__)
@@ -368,6 +372,39 @@ def test_kernels_propose_nearly_the_same_distributions() -> None:
         # V3's kernels have the absorbed form, which rounds elsewhere
         assert found["variation"] < (0.05 if generation == "v3" else 1e-3), (generation, found)
         assert found["trust"] < 1e-3, (generation, found)
+
+
+# whole streams
+
+
+@pytest.mark.parametrize("generation", ["v3", "v41"])
+def test_a_stream_with_drafts_is_that_of_the_model_alone(generation: str) -> None:
+    """Prefill, then steps of an anchor and its drafts: every greedy token is the stateless model's (section 1.6.1)."""
+    host, golden, end = Host(generation), -1, 20
+    pool, one = proposal_pool(slots=2, draft=GAMMA, vocab=VOCAB), torch.tensor([1])
+    tokens, forward = PROMPT[:end], host.advance({1: (0, PROMPT[:end])}, decode=False)
+    hidden, first, drafts = forward.hidden_ym[-1:], end - 1, 0
+    while len(tokens) < end + 12:
+        rows = VerifyRows(
+            length_b=one + drafts,
+            position_b=one + first,
+            slot_b=one,
+            temperature_b=torch.zeros(1),
+            top_p_b=torch.ones(1),
+            top_k_b=-one,
+            seed_b=one + 76,
+            stop_bk=-one[:, None],
+        )
+        given: dict[str, Any] = {"greedy": Greedy.ARGMAX, "draw": Draw.NVIDIA, "ops": host.runner.plan}
+        found = verify(host.runner.head(hidden), rows, pool, **given)
+        accepted, golden = int(found.accepted_b), int(found.golden_b)
+        tokens = [*tokens, *found.token_bj[0, : accepted + 1].tolist()]
+        write_proposals_(pool, one, *host.propose(1, end=first + accepted + 1, golden=golden, accepted=accepted))
+        first, drafts = first + accepted + 1, GAMMA
+        inputs = step_tokens(found.golden_b, one, one + drafts, pool).tolist()
+        hidden = host.advance({1: (first, inputs)}, decode=True).hidden_ym
+    logits = heard(generation, tokens)["logits"]
+    assert tokens[end:] == logits[end - 1 : -1].argmax(1).tolist()
 
 
 # scripts
@@ -427,8 +464,8 @@ def test_a_drafter_that_was_not_told_says_so() -> None:
     host.run(1, [(20, 0)])
     with pytest.raises(ValueError, match="hidden state was seen, got none of position 20 in state 1"):
         host.propose(1, end=21)
-    with pytest.raises(ValueError, match="got none of position 14 in state 1"):
-        host.drafter.snapshot(1, 15)
+    with pytest.raises(ValueError, match="got none of position 10 in state 1"):
+        host.drafter.snapshot(1, 11)
 
 
 @EVERY
@@ -461,3 +498,28 @@ def test_drafters_that_do_not_fit_their_runner_are_refused() -> None:
         ScriptedDrafter({}, quality=101, gamma=1, vocab=2)
     with pytest.raises(ValueError, match="gamma: expected at least one draft, got 0"):
         ScriptedDrafter({}, quality=1, gamma=0, vocab=2)
+
+
+def test_draft_weights_that_do_not_fit_are_refused() -> None:
+    config, weights, _ = parts("v41")
+    state = tiny_draft_state(config, np.random.Generator(np.random.Philox(1)))
+    state |= {"embed.weight": weights.embed_vm, "head.weight": weights.head_vm}
+    block = DraftBlock(draft=2, noise_token=1, window=config.csa2.sliding(decoder=False))
+    given: dict[str, Any] = {"config": config, "block": block, "temperatures": (1.0, 2.0)}
+    assert len(draft_model(state, **given).layers) == config.model.draft.layers
+    for name in ("mtp.1.norm.weight", "mtp.0.attn.wkv.weight", "mtp.1.ffn.experts.3.w2.scale"):
+        with pytest.raises(ValueError, match="state: expected"):
+            draft_model({key: x for key, x in state.items() if key != name}, **given)
+    plain = {key: x for key, x in state.items() if not (".ffn." in key and key.endswith(".scale"))}
+    with pytest.raises(ValueError, match="state: expected mtp.0.ffn"):
+        draft_model(plain, **given)
+    with pytest.raises(ValueError, match="head: expected 2 temperatures, got 1"):
+        draft_model(state, **(given | {"temperatures": (1.0,)}))
+    with pytest.raises(ValueError, match="state: expected mtp.0.main_proj.scale"):
+        draft_main(state | {"mtp.0.main_proj.scale": state["mtp.0.main_norm.weight"]}, config=config)
+    with pytest.raises(ValueError, match="config: expected formats for quantised experts, got None"):
+        draft_config(replace(config, ffn=replace(config.ffn, quantised=None)))
+    with pytest.raises(ValueError, match="mhc: expected a shifted schedule"):
+        draft_config(replace(config, model=replace(config.model, mhc=MHC_V4)))
+    with pytest.raises(ValueError, match="weights: expected those of a tiny v4, got V41Model"):
+        tiny_draft("v4", parts("v4")[0], weights, seed=1)
