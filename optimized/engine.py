@@ -28,6 +28,7 @@ from deeptwin.reference.config import (
     SchedulerConfig,
     Vocabulary,
 )
+from deeptwin.reference.taps import Tap, ignore
 
 from .drafter import Drafter
 from .engine_device import Job, ModelDevice, Sampling
@@ -63,6 +64,7 @@ class Generate:
     params: SamplingParams
     stops: tuple[int, ...] = ()  # tokens that end it, beside the end token
     grammar: GrammarRequest | None = None
+    forced: tuple[int, ...] = ()  # tokens that come whatever is drawn: their log-probabilities are a score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,7 @@ class Engine:
         store: Store | None = None,
         scheduler: type[Scheduler] = Scheduler,
         device: type[ModelDevice] = ModelDevice,
+        tap: Tap = ignore,
     ) -> None:
         limits = config.scheduler
         if limits.ranks != 1 or limits.engine is not EngineKind.NORMAL:
@@ -114,7 +117,7 @@ class Engine:
         self.reuse = None
         if config.prefix is not None:
             self.reuse = PrefixReuse(config.prefix, MemoryStore() if store is None else store, runner, drafter)
-        self.device = device(runner, drafter, config.sampling, limits, states=config.states, reuse=self.reuse)
+        self.device = device(runner, drafter, config.sampling, limits, states=config.states, reuse=self.reuse, tap=tap)
         plans = scheduler(limits, config.sampling.eos)
         self.rank = Rank(scheduler=plans, device=self.device, state=plans.start())
         self.ranks = Ranks([self.rank])
@@ -135,7 +138,8 @@ class Engine:
                 engine has no vocabulary.
         """
         vocab = self.device.runner.vocab
-        outside = [token for token in (*request.prompt, *request.stops) if not 0 <= token < vocab]
+        given = (*request.prompt, *request.stops, *request.forced)
+        outside = [token for token in given if not 0 <= token < vocab]
         if not request.prompt or outside:
             raise ValueError(f"request: expected a prompt of tokens below {vocab}, got {outside or 'an empty one'}")
         if request.grammar is not None and self.grammars is None:
@@ -163,7 +167,12 @@ class Engine:
         boundary = 0 if self.reuse is None else self.reuse.boundary(len(prompt))
         done.reused = hit.tokens
         self.device.jobs[request_id] = Job(
-            prompt=prompt, params=done.request.params, hit=hit, boundary=boundary, automaton=automaton
+            prompt=prompt,
+            params=done.request.params,
+            hit=hit,
+            boundary=boundary,
+            automaton=automaton,
+            forced=done.request.forced,
         )
         ends = () if params.ignore_eos else (self.config.sampling.eos,)
         request = Request(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from deeptwin.reference.config import Draw, RowError, SamplingParams, SchedulerConfig, StepKind
 from deeptwin.reference.csa2_state import Csa2Step
 from deeptwin.reference.dspark_state import DraftRequests
+from deeptwin.reference.taps import Tap, ignore
 
 from .drafter import DraftBatch, Drafter
 from .engine_store import NO_HIT, Hit, PrefixReuse
@@ -42,6 +44,7 @@ class Job:
     hit: Hit = NO_HIT
     boundary: int = 0  # where blocks and state of the prompt are published; 0: nowhere
     automaton: Automaton | None = None
+    forced: tuple[int, ...] = ()  # tokens that must come first
     fed: int = 0  # generated tokens that the grammar has taken
     failure: str = ""
 
@@ -79,15 +82,19 @@ class ModelDevice:
         *,
         states: int,
         reuse: PrefixReuse | None,
+        tap: Tap = ignore,
     ) -> None:
         if drafter.gamma != config.gamma:
             raise ValueError(f"drafter: expected one of {config.gamma} drafts, got one of {drafter.gamma}")
         if runner.page_tokens != config.block_size:
             raise ValueError(f"runner: expected pages of {config.block_size} tokens, got {runner.page_tokens}")
         self.runner, self.drafter, self.sampling, self.config, self.reuse = runner, drafter, sampling, config, reuse
-        self.banned_v = torch.zeros(runner.vocab, dtype=torch.bool)
-        self.banned_v[list(sampling.banned)] = True
-        self.pool = proposal_pool(slots=states - 1, draft=config.gamma, vocab=runner.vocab) if config.gamma else None
+        self.tap = tap  # hears every stage of every forward
+        self.where = next(iter(runner.cache_views().values())).device
+        self.banned_v = self._tensor([token in sampling.banned for token in range(runner.vocab)])
+        self.pool = None
+        if config.gamma:
+            self.pool = proposal_pool(slots=states - 1, draft=config.gamma, vocab=runner.vocab, device=self.where)
         self.jobs: dict[int, Job] = {}
         self.tracks: dict[int, Track] = {}
         self.slots = list(range(states - 1, 0, -1))  # slot 0 is nobody's
@@ -120,8 +127,8 @@ class ModelDevice:
         starts = [item.keys - item.rows for item in items]
         tracks = [self._enter(item, start) for item, start in zip(items, starts, strict=True)]
         step = self._step(items, starts, [item.known for item in items], decode=False)
-        token_t = torch.tensor([token for item in items for token in item.tokens])
-        forward = self.runner.forward(token_t, self._past(tracks, starts), step)
+        token_t = self._tensor([token for item in items for token in item.tokens])
+        forward = self.runner.forward(token_t, self._past(tracks, starts), step, tap=self.tap)
         self.drafter.observe(forward, token_t, step)
         # the last row of a chunk is always computed
         last_b = torch.searchsorted(forward.row_t, step.cu_seqlens[1:].long() - 1)
@@ -132,7 +139,7 @@ class ModelDevice:
         if whole:
             done = [items[b] for b in whole]
             logits_tv = self.runner.head(forward.hidden_ym[last_b[whole]])
-            no_eos_t = torch.tensor([self.jobs[item.id].params.first_token_no_eos for item in done])
+            no_eos_t = self._tensor([self.jobs[item.id].params.first_token_no_eos for item in done])
             results |= self._drawn(done, [1] * len(done), logits_tv, no_eos_t)
         return results
 
@@ -178,9 +185,9 @@ class ModelDevice:
                 raise RuntimeError(f"request {item.id}: a row at {start}, but {len(track.tokens)} tokens are known")
         step = self._step(items, starts, [s + n for s, n in zip(starts, rows, strict=True)], rows=rows, decode=True)
         token_t = step_tokens(
-            torch.tensor([track.tokens[-1] for track in tracks]), self._slots(items), torch.tensor(rows), self.pool
+            self._tensor([track.tokens[-1] for track in tracks]), self._slots(items), self._tensor(rows), self.pool
         )
-        forward = self.runner.forward(token_t, self._past(tracks, starts), step)
+        forward = self.runner.forward(token_t, self._past(tracks, starts), step, tap=self.tap)
         self.drafter.observe(forward, token_t, step)
         self.highest = max(self.highest, int(step.positions_t.max()) + self.config.gamma)
         results = self._drawn(items, rows, self.runner.head(forward.hidden_ym), None)
@@ -192,18 +199,18 @@ class ModelDevice:
             return results
         tracks, params = [self.tracks[item.id] for item in items], [self.jobs[item.id].params for item in items]
         requests = DraftRequests(
-            golden_b=torch.tensor([track.tokens[-1] for track in tracks]),
-            first_b=torch.tensor(starts),
-            accepted_b=torch.tensor([results[item.id].accepted for item in items]),
-            state_b=torch.tensor([track.slot for track in tracks]),
-            valid_b=torch.tensor([track.valid for track in tracks]),
-            temperature_b=torch.tensor([p.temperature for p in params]),
-            top_p_b=torch.tensor([p.top_p for p in params]),
-            top_k_b=torch.tensor([p.top_k for p in params]),
-            seed_b=torch.tensor([_signed(p.seed) for p in params]),
+            golden_b=self._tensor([track.tokens[-1] for track in tracks]),
+            first_b=self._tensor(starts),
+            accepted_b=self._tensor([results[item.id].accepted for item in items]),
+            state_b=self._tensor([track.slot for track in tracks]),
+            valid_b=self._tensor([track.valid for track in tracks]),
+            temperature_b=self._tensor([p.temperature for p in params]),
+            top_p_b=self._tensor([p.top_p for p in params]),
+            top_k_b=self._tensor([p.top_k for p in params]),
+            seed_b=self._tensor([_signed(p.seed) for p in params]),
         )
         ids = tuple(item.id for item in items)
-        drafted = self.drafter.propose(DraftBatch(requests=requests, ids=ids, table_bp=_table(items)))
+        drafted = self.drafter.propose(DraftBatch(requests=requests, ids=ids, table_bp=self._table(items)))
         write_proposals_(self.pool, requests.state_b, *drafted)
         for track, rates in zip(tracks, drafted[2].tolist(), strict=True):
             track.has_drafts, track.rates = True, tuple(rates)
@@ -211,13 +218,13 @@ class ModelDevice:
 
     def _slots(self, items: Sequence[Item]) -> Tensor:
         tracks = [self.tracks[item.id] for item in items]
-        return torch.tensor([track.slot if track.has_drafts else 0 for track in tracks])
+        return self._tensor([track.slot if track.has_drafts else 0 for track in tracks])
 
     def _drawn(
         self, items: Sequence[Item], rows: Sequence[int], logits_tv: Tensor, no_eos_t: Tensor | None
     ) -> dict[int, Result]:
         """Draw from the rows of every request, and let what it emits be its newest tokens."""
-        tracks, length_b = [self.tracks[item.id] for item in items], torch.tensor(rows)
+        tracks, length_b = [self.tracks[item.id] for item in items], self._tensor(rows)
         allowed_ti = self._masks(items, rows)
         logits_tv = self.runner.plan.op("sampling.mask_logits")(
             logits_tv, self.banned_v, no_eos_t, allowed_ti, eos=self.sampling.eos
@@ -227,20 +234,32 @@ class ModelDevice:
             logits_tv,
             VerifyRows(
                 length_b=length_b,
-                position_b=torch.tensor([len(track.tokens) for track in tracks]),
+                position_b=self._tensor([len(track.tokens) for track in tracks]),
                 slot_b=self._slots(items),
-                temperature_b=torch.tensor([p.temperature for p in params]),
-                top_p_b=torch.tensor([p.top_p for p in params]),
-                top_k_b=torch.tensor([p.top_k for p in params]),
-                seed_b=torch.tensor([_signed(p.seed) for p in params]),
-                stop_bk=torch.full((len(items), 1), -1),  # the scheduler stops
+                temperature_b=self._tensor([p.temperature for p in params]),
+                top_p_b=self._tensor([p.top_p for p in params]),
+                top_k_b=self._tensor([p.top_k for p in params]),
+                seed_b=self._tensor([_signed(p.seed) for p in params]),
+                stop_bk=self._tensor([[-1]] * len(items)),  # the scheduler stops
             ),
             self.pool,
             greedy=self.sampling.greedy,
             draw=self.sampling.draw,
             ops=self.runner.plan,
+            forced_t=self._forced(items, rows),
         )
         return {item.id: self._emitted(item.id, found, b) for b, item in enumerate(items)}
+
+    def _forced(self, items: Sequence[Item], rows: Sequence[int]) -> Tensor | None:
+        """The tokens that must come, -1 where a request leaves the row free; None if nobody forces any."""
+        if not any(self.jobs[item.id].forced for item in items):
+            return None
+        forced = []
+        for item, count in zip(items, rows, strict=True):
+            job, made = self.jobs[item.id], len(self.tracks[item.id].tokens) - len(self.jobs[item.id].prompt)
+            own = job.forced[made : made + count]
+            forced += [*own, *[-1] * (count - len(own))]
+        return self._tensor(forced)
 
     def _emitted(self, request_id: int, found: Verified, b: int) -> Result:
         count = int(found.accepted_b[b]) + 1
@@ -263,7 +282,7 @@ class ModelDevice:
         for item, count in zip(items, rows, strict=True):
             self._mask(item.id, allowed_ti[row : row + count])
             row += count
-        return allowed_ti
+        return allowed_ti.to(self.where)
 
     def _mask(self, request_id: int, allowed_ji: Tensor) -> None:
         """The masks of one request's rows: behind the tokens it has, then behind each draft that its grammar takes."""
@@ -307,22 +326,27 @@ class ModelDevice:
     ) -> Csa2Step:
         """Packed positions of all requests, their pages and states."""
         tracks = [self.tracks[item.id] for item in items]
-        counts = torch.tensor(rows if rows is not None else [item.rows for item in items])
-        first_b = torch.tensor(starts)
-        seq_t = torch.arange(len(items)).repeat_interleave(counts)
-        within_t = torch.arange(len(seq_t)) - (counts.cumsum(0) - counts)[seq_t]
+        counts = self._tensor(rows if rows is not None else [item.rows for item in items])
+        first_b, place_b = self._tensor(starts), torch.arange(len(items), device=self.where)
+        seq_t = place_b.repeat_interleave(counts)
+        within_t = torch.arange(len(seq_t), device=self.where) - (counts.cumsum(0) - counts)[seq_t]
         return Csa2Step(
-            positions_t=_int32(first_b[seq_t] + within_t),
-            seq_t=_int32(seq_t),
-            first_b=_int32(first_b),
-            end_b=_int32(first_b + counts),
-            known_b=_int32(known),
-            valid_b=_int32([track.valid for track in tracks]),
-            state_b=_int32([track.slot for track in tracks]),
-            table_bp=_table(items),
-            clip_b=torch.zeros(len(items), dtype=torch.int32),
+            positions_t=(first_b[seq_t] + within_t).to(torch.int32),
+            seq_t=seq_t.to(torch.int32),
+            first_b=first_b.to(torch.int32),
+            end_b=(first_b + counts).to(torch.int32),
+            known_b=self._tensor(known).to(torch.int32),
+            valid_b=self._tensor([track.valid for track in tracks]).to(torch.int32),
+            state_b=self._tensor([track.slot for track in tracks]).to(torch.int32),
+            table_bp=self._table(items),
+            clip_b=torch.zeros_like(place_b, dtype=torch.int32),
             decode=decode,
         )
+
+    def _table(self, items: Sequence[Item]) -> Tensor:
+        """Pages of every request in order, -1 behind them."""
+        width = max(len(item.blocks) for item in items)
+        return self._tensor([[*item.blocks, *[-1] * (width - len(item.blocks))] for item in items]).to(torch.int32)
 
     def _past(self, tracks: Sequence[Track], starts: Sequence[int]) -> Tensor:
         """The tokens before the first row of every request, -1 where there is none."""
@@ -331,17 +355,10 @@ class ModelDevice:
             [-1] * max(size - start, 0) + t.tokens[max(start - size, 0) : start]
             for t, start in zip(tracks, starts, strict=True)
         ]
-        return torch.tensor(past, dtype=torch.int64).reshape(len(tracks), size)
+        return self._tensor(past).long().reshape(len(tracks), size)
 
-
-def _int32(x: Tensor | Sequence[int]) -> Tensor:
-    return torch.as_tensor(x).to(torch.int32)
-
-
-def _table(items: Sequence[Item]) -> Tensor:
-    """Pages of every request in order, -1 behind them."""
-    width = max(len(item.blocks) for item in items)
-    return torch.tensor([[*item.blocks, *[-1] * (width - len(item.blocks))] for item in items], dtype=torch.int32)
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.tensor(values, device=self.where)
 
 
 def _signed(x: int) -> int:

@@ -263,7 +263,8 @@ class Runner:
             partner=partner,
             needs=row.needs,
         )
-        return self.worker().ask(request)
+        # a case may need longer than others, and says so
+        return self.worker().ask(request, max(self.settings.timeout, getattr(job.case, "seconds", 0.0)))
 
     def _failed(self, job: Job, row: Candidate, check: str, reply: Reply) -> Outcome:
         message = reply.message

@@ -75,6 +75,7 @@ class Serving:
     truncation: Truncation = Truncation.OFF
     greedy: Greedy = Greedy.ARGMAX
     draw: Draw = Draw.NVIDIA
+    layers: int = 0  # the first ones of V3 only; 0: all
     grammars: tuple[int, ...] = ()  # requests that follow a grammar of digits
 
 
@@ -133,8 +134,8 @@ def serve_alone(
         ValueError: shapes disagree, or a prompt is empty or has tokens outside the vocabulary.
     """
     requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    plain = Serving(generation=serving.generation, vocab=serving.vocab, seed=serving.seed, max_requests=96, budget=4096)
-    plain = replace(plain, greedy=serving.greedy, draw=serving.draw, grammars=serving.grammars)
+    names = ("generation", "vocab", "seed", "layers", "greedy", "draw", "grammars")
+    plain = Serving(**{name: getattr(serving, name) for name in names}, max_requests=96, budget=4096)
     guesses = [done.tokens for done in serve(requests, [0] * len(requests), serving=plain, backend="reference")]
     found = [_alone(i, *pair, serving, num) for i, pair in enumerate(zip(requests, guesses, strict=True))]
     return _columns(found)
@@ -254,7 +255,7 @@ def runner_for(serving: Serving, plan: Plan, limits: SchedulerConfig, *, states:
     """A tiny model, or the toy, over caches as large as the schedule needs."""
     if serving.generation == "toy":
         return ToyRunner(plan, vocab=serving.vocab, pages=limits.num_blocks, states=states, page_tokens=serving.page)
-    config, weights = _model(serving.generation, serving.vocab, serving.seed)
+    config, weights = _model(serving)
     if serving.generation == "v41":
         config = replace(config, csa2=replace(config.csa2, truncation=serving.truncation))
     return runner_of(
@@ -289,8 +290,15 @@ class _Shuffled(Scheduler):
         return replace(state, free=tuple(state.free[i] for i in order))
 
 
+def _model(serving: Serving) -> tuple[Any, Any]:
+    config, weights = _drawn_model(serving.generation, serving.vocab, serving.seed)
+    if not serving.layers:
+        return config, weights
+    return replace(config, num_layers=serving.layers), replace(weights, layers=weights.layers[: serving.layers])
+
+
 @lru_cache(maxsize=6)
-def _model(generation: str, vocab: int, seed: int) -> tuple[Any, Any]:
+def _drawn_model(generation: str, vocab: int, seed: int) -> tuple[Any, Any]:
     return tiny_model(generation, vocab=vocab, seed=seed)
 
 
@@ -298,7 +306,7 @@ def _recomputed(serving: Serving) -> int:
     """Tokens that a hit leaves to be computed: K where decoder layers are replayed."""
     if serving.truncation is Truncation.OFF or serving.generation != "v41":
         return 1
-    config, _ = _model(serving.generation, serving.vocab, serving.seed)
+    config, _ = _model(serving)
     return int(config.csa2.sliding(decoder=True).keep)
 
 
@@ -387,7 +395,7 @@ def _logits(tokens: list[int], serving: Serving, num: Numerics) -> Tensor:
     """The logits behind every token, [t, v]."""
     if serving.generation == "toy":
         return toy_logits(tokens, vocab=serving.vocab)
-    config, weights = _model(serving.generation, serving.vocab, serving.seed)
+    config, weights = _model(serving)
     token_t = torch.tensor(tokens)
     if isinstance(config, V3Config):
         logits_tv = model_v3(token_t, weights, config=config, num=num)

@@ -34,22 +34,23 @@ class ServeCase:
     """`requests` of up to `prompt` + `tokens` tokens on a tiny model; `only`: the axes to be tried, all if empty."""
 
     generation: str
-    requests: int = 5
-    prompt: int = 36
-    tokens: int = 6
+    requests: int = 4
+    prompt: int = 20
+    tokens: int = 4
     only: tuple[str, ...] = ()
-    truncation: Truncation = Truncation.OFF
+    layers: int = 0
+    seconds: float = 0.0  # that a check of the case may take
     regime: str = "normal"  # greedy: every request; long: all limits are `tokens`, and nothing ends earlier
 
     @property
     def id(self) -> str:
-        how = "" if self.truncation is Truncation.OFF else f"-{self.truncation.value}"
+        how = f"-l{self.layers}" if self.layers else ""
         return f"{self.generation}-b{self.requests}-s{self.prompt}-n{self.tokens}{how}-{self.regime}"
 
 
 def draw_serve(case: ServeCase, rng: np.random.Generator) -> Inputs:
     """Prompts of any length, nonsense behind them; greedy and drawn requests, some of them filtered; two alike."""
-    b, serving = case.requests, Serving(generation=case.generation, truncation=case.truncation)
+    b, serving = case.requests, Serving(generation=case.generation, layers=case.layers)
     length = rng.integers(1, case.prompt + 1, b)
     length[: min(b, 2)] = case.prompt
     prompt = rng.integers(-(2**31), 2**31 - 1, (b, case.prompt + 2))
@@ -77,14 +78,13 @@ def draw_serve(case: ServeCase, rng: np.random.Generator) -> Inputs:
 
 def cases_serve(full: bool) -> list[ServeCase]:
     """A toy and every generation with all axes; 96 requests of 128 tokens on the axes that need many."""
+    many = ServeCase(generation="v3", requests=96, tokens=128, only=MANY, seconds=300.0, regime="long")
     found = [ServeCase(generation=g) for g in GENERATIONS]
     found += [ServeCase(generation="toy", requests=12, prompt=50, tokens=20), ServeCase(generation="toy", requests=0)]
-    found += [ServeCase(generation=g, requests=96, tokens=128, only=MANY, regime="long") for g in ("toy", "v3")]
+    found += [replace(many, generation="toy", only=(*MANY, "chunk_size")), replace(many, layers=2)]
     if full:
-        found += [
-            ServeCase(generation=g, requests=96, tokens=128, only=MANY, regime="long") for g in ("v32", "v4", "v41")
-        ]
-        found += [ServeCase(generation=g, requests=9, prompt=70, tokens=12) for g in GENERATIONS]
+        found += [replace(many, generation=g, seconds=3000.0) for g in ("v3", "v32", "v4", "v41")]
+        found += [ServeCase(generation=g, requests=9, prompt=70, tokens=12, seconds=1000.0) for g in GENERATIONS]
     return list({case.id: case for case in found}.values())
 
 
@@ -148,12 +148,12 @@ def _unchanged(*changes: tuple[str, dict[str, Any]]) -> Axis:
 def batch_composition(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
     """Requests alone, in pairs, twice, more and fewer at a time."""
     expected, count, limit_b = call(inputs), len(inputs["length_b"]), inputs["max_tokens_b"]
-    groups = [[0], [count - 1, 0], [0] * 9] if count < 20 else [list(range(0, count, 12))]
+    groups = [[0], [count - 1, 0], [0] * 9] if count < 20 else [list(range(0, count, 16))]
     for group in groups if count else []:
         yield f"requests {group}", call(_rows(inputs, group)), _of(expected, group, limit_b)
-    for most in (1, 2, 64):
+    for most in (1, 2) if count < 20 else (64,):
         serving = replace(inputs["serving"], max_requests=most)
-        if count < 20 or most == 64:
+        if count:
             yield f"{most} at a time", call(inputs | {"serving": serving}), expected
 
 
@@ -258,7 +258,7 @@ def not_promised(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pai
         yield "bounded replay of long prompts", compact, off
 
 
-MANY = ("batch_composition", "arrival_order", "chunk_size")
+MANY = ("batch_composition", "arrival_order")
 AXES: dict[str, tuple[str, Axis]] = {
     "batch_composition": ("batch composition", batch_composition),
     "arrival_order": ("arrival order", arrival_order),
