@@ -751,14 +751,37 @@ def bisect_command(
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    generate: Annotated[bool, typer.Option("--generate", help="Let the engine write, instead of judging.")] = False,
+    generation: Annotated[
+        list[str] | None, typer.Option("--generation", help="v3, v32, v4 or v41 (repeatable); by default all of them.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", help="What computes: reference, vectorised or triton.")
+    ] = "reference",
+    plan: Annotated[
+        list[str] | None,
+        typer.Option("--plan", help="COMPONENT=CANDIDATE, or COMPONENT.OPERATION=module:function (repeatable)."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of every request.")] = 16,
+) -> None:
     """The main job in two minutes: shipped kernels, somebody else's attention on real text, and a wrong kernel.
 
-    Example: `deeptwin demo`
-    """
-    from .demo import play
+    With --generate tiny models with drawn weights continue real texts through the engine, and each text again alone.
 
-    raise typer.Exit(play(console))
+    Examples: `deeptwin demo`, `deeptwin demo --generate --generation v41 --plan mhc=reference`
+    """
+    from . import demo as scenes
+    from . import demo_generate
+
+    if not generate:
+        raise typer.Exit(scenes.play(console))
+    chosen = generation or list(demo_generate.GENERATIONS)
+    try:
+        overrides = demo_generate.parsed(plan or [])
+        raise typer.Exit(demo_generate.play(console, chosen, backend=backend, overrides=overrides, tokens=tokens))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def main() -> None:

@@ -6,9 +6,10 @@ request by itself, the whole sequence computed again for every token, drawn by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class Serving:
 
     generation: str
     vocab: int = 61
+    eos: int = EOS
     seed: int = 1
     page: int = 16
     budget: int = 24
@@ -134,7 +136,7 @@ def serve_alone(
         ValueError: shapes disagree, or a prompt is empty or has tokens outside the vocabulary.
     """
     requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    names = ("generation", "vocab", "seed", "layers", "greedy", "draw", "grammars")
+    names = ("generation", "vocab", "eos", "seed", "layers", "greedy", "draw", "grammars")
     plain = Serving(**{name: getattr(serving, name) for name in names}, max_requests=96, budget=4096)
     guesses = [done.tokens for done in serve(requests, [0] * len(requests), serving=plain, backend="reference")]
     found = [_alone(i, *pair, serving, num) for i, pair in enumerate(zip(requests, guesses, strict=True))]
@@ -209,18 +211,19 @@ def engine_for(
     streams: dict[int, tuple[int, ...]] | None = None,
     store: Store | None = None,
     device: type[ModelDevice] = ModelDevice,
+    overrides: Mapping[str, str] = MappingProxyType({}),
 ) -> Engine:
     """An engine in which every request fits; a tight pool holds about two of them."""
     limits = schedule_of(serving, requests)
     config = EngineConfig(
         scheduler=limits,
-        sampling=Sampling(draw=serving.draw, greedy=serving.greedy, eos=EOS),
+        sampling=Sampling(draw=serving.draw, greedy=serving.greedy, eos=serving.eos),
         prefix=exact_reuse(serving.generation, block=serving.page, recompute=_recomputed(serving))
         if serving.warm
         else None,
         vocabulary=vocabulary_of(serving.vocab) if serving.grammars else None,
     )
-    plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend)
+    plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend, overrides)
     runner = runner_for(serving, plan, limits, states=config.states)
     drafter = _drafter(serving, runner, streams)
     scheduler = type("Shuffled", (_Shuffled,), {"by": serving.shuffle}) if serving.shuffle else Scheduler
@@ -355,7 +358,7 @@ def _alone(place: int, request: Generate, guess: Sequence[int], serving: Serving
         )
         done.tokens.append(token)
         done.logprobs.append(logprob)
-        if token == EOS:
+        if token == serving.eos:
             done.finish = Finish.STOP
         elif len(made) == params.max_tokens:
             done.finish = Finish.LENGTH
