@@ -25,6 +25,7 @@ from .numerics import CONTRACT, Numerics
 from .quant import dequantize, quantize
 from .rms_norm import FLOATING, rms_norm
 from .rope import rope
+from .topk import seen_rows
 
 CHAINS = 4  # of ScoreOrder.BF16_CHAINS
 
@@ -202,19 +203,11 @@ def index_scores_paged(
     table_tj = torch.nn.functional.pad(table_tj.long(), (0, 1), value=-1)
     page_ts = table_tj.gather(1, (entry_ts // max(o, 1)).clamp(-1, j) % (j + 1))
     is_known_ts = (entry_ts >= 0) & (page_ts >= 0) & (page_ts < p)
-    row_ts = torch.where(is_known_ts, page_ts * o + entry_ts % max(o, 1), -1)
+    seen_y, row_ts = seen_rows(torch.where(is_known_ts, page_ts * o + entry_ts % max(o, 1), -1))
     page_pw, data = cache_pow.flatten(1), o * INDEX_FP4.data_bytes
     codes, sf = page_pw[:, :data].reshape(p * o, 64), page_pw[:, data:].reshape(p * o, 4)
-    seen_y, row_ts = seen_rows(row_ts)
     k_yd = dequantize(codes[seen_y], sf[seen_y], fmt=INDEX_FP4.quant, num=num)
     return score_rows(_query_values(q_thw, num), k_yd, w_th, row_ts, order=order, num=num)
-
-
-def seen_rows(row_ts: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that are named at all, each once, and `row_ts` with places among them; -1 stays."""
-    place_ts = torch.full_like(row_ts, -1)
-    seen_y, place_ts[row_ts >= 0] = row_ts[row_ts >= 0].unique(return_inverse=True)
-    return seen_y, place_ts
 
 
 def score_rows(
@@ -223,8 +216,8 @@ def score_rows(
     """One query at a time against the rows of `k_sd` that it sees; a row outside is −inf and never read."""
     w_th = num.wide(w_th)
     scores_ts = torch.full(row_ts.shape, -torch.inf, dtype=num.carrier, device=row_ts.device)
-    for token in range(len(q_thd)):
-        seen_s = (row_ts[token] >= 0) & (row_ts[token] < k_sd.shape[0])
+    seen_ts = (row_ts >= 0) & (row_ts < k_sd.shape[0])
+    for token, seen_s in enumerate(seen_ts):
         dots_hs = num.einsum("hd,sd->hs", q_thd[token], k_sd[row_ts[token][seen_s]])
         scores_ts[token, seen_s] = WEIGHTED[order](dots_hs, w_th[token], num)
     return scores_ts

@@ -171,6 +171,13 @@ def physical_slots(idx_tk: Tensor, table_tp: Tensor, *, page_entries: int) -> Te
     return torch.where(page_tk >= 0, page_tk * page_entries + idx_tk % page_entries, -1).to(torch.int32)
 
 
+def seen_rows(row_ts: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that are named at all, each once, and `row_ts` with places among them; -1 stays."""
+    place_ts = torch.full_like(row_ts, -1)
+    seen_y, place_ts[row_ts >= 0] = row_ts[row_ts >= 0].unique(return_inverse=True)
+    return seen_y, place_ts
+
+
 def _looked_up(table_tj: Tensor, idx_tk: Tensor, size: int) -> Tensor:
     """table[t, idx div size] in 64 bits; −1 where idx is negative or beyond the table."""
     j = table_tj.shape[1]
