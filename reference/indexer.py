@@ -25,7 +25,7 @@ from .numerics import CONTRACT, Numerics
 from .quant import dequantize, quantize
 from .rms_norm import FLOATING, rms_norm
 from .rope import rope
-from .topk import seen_rows
+from .topk import in_chunks, seen_rows
 
 CHAINS = 4  # of ScoreOrder.BF16_CHAINS
 
@@ -213,33 +213,33 @@ def index_scores_paged(
 def score_rows(
     q_thd: Tensor, k_sd: Tensor, w_th: Tensor, row_ts: Tensor, *, order: ScoreOrder, num: Numerics = CONTRACT
 ) -> Tensor:
-    """One query at a time against the rows of `k_sd` that it sees; a row outside is −inf and never read."""
-    w_th = num.wide(w_th)
-    scores_ts = torch.full(row_ts.shape, -torch.inf, dtype=num.carrier, device=row_ts.device)
+    """Every query against the rows of `k_sd` that it sees; a row outside is −inf, whatever stands in its place."""
     seen_ts = (row_ts >= 0) & (row_ts < k_sd.shape[0])
-    for token, seen_s in enumerate(seen_ts):
-        dots_hs = num.einsum("hd,sd->hs", q_thd[token], k_sd[row_ts[token][seen_s]])
-        scores_ts[token, seen_s] = WEIGHTED[order](dots_hs, w_th[token], num)
-    return scores_ts
+    scores_ts = torch.full(row_ts.shape, -torch.inf, dtype=num.carrier, device=row_ts.device)
+    row_ts = torch.where(seen_ts, row_ts, 0)
+    for token_y, most in in_chunks(seen_ts, q_thd.shape[2]):
+        dots_yhs = num.einsum("yhd,ysd->yhs", q_thd[token_y], k_sd[row_ts[token_y, :most]])
+        scores_ts[token_y, :most] = WEIGHTED[order](dots_yhs, num.wide(w_th[token_y]), num)
+    return scores_ts.masked_fill(~seen_ts, -torch.inf)
 
 
-def _weighted_release(dots_hs: Tensor, w_h: Tensor, num: Numerics) -> Tensor:
-    products_hs = num.bf16(num.bf16(dots_hs).relu() * w_h[:, None])
-    return num.bf16(num.sum(products_hs, dim=0))
+def _weighted_release(dots_ths: Tensor, w_th: Tensor, num: Numerics) -> Tensor:
+    products_ths = num.bf16(num.bf16(dots_ths).relu() * w_th[:, :, None])
+    return num.bf16(num.sum(products_ths, dim=1))
 
 
-def _weighted_chains(dots_hs: Tensor, w_h: Tensor, num: Numerics) -> Tensor:
+def _weighted_chains(dots_ths: Tensor, w_th: Tensor, num: Numerics) -> Tensor:
     """An order that is part of the contract: an explicit loop of marks."""
-    positive_hs = num.bf16(dots_hs.relu())
-    chains = [torch.zeros_like(dots_hs[0]) for _ in range(CHAINS)]
-    for head in range(dots_hs.shape[0]):
-        chains[head % CHAINS] = _bf16_once(positive_hs[head] * w_h[head] + chains[head % CHAINS], num)
+    terms_ths = num.bf16(dots_ths.relu()) * w_th[:, :, None]
+    chains = [torch.zeros_like(dots_ths[:, 0]) for _ in range(CHAINS)]
+    for head in range(dots_ths.shape[1]):
+        chains[head % CHAINS] = _bf16_once(terms_ths[:, head] + chains[head % CHAINS], num)
     return num.bf16(num.bf16(chains[0] + chains[2]) + num.bf16(chains[1] + chains[3]))
 
 
 WEIGHTED = {
-    ScoreOrder.FP32: lambda dots_hs, w_h, num: num.f32(num.einsum("h,hs->s", w_h, dots_hs.relu())),
-    ScoreOrder.BF16_ONCE: lambda dots_hs, w_h, num: num.bf16(num.einsum("h,hs->s", w_h, dots_hs.relu())),
+    ScoreOrder.FP32: lambda dots_ths, w_th, num: num.f32(num.einsum("th,ths->ts", w_th, dots_ths.relu())),
+    ScoreOrder.BF16_ONCE: lambda dots_ths, w_th, num: num.bf16(num.einsum("th,ths->ts", w_th, dots_ths.relu())),
     ScoreOrder.BF16_RELEASE: _weighted_release,
     ScoreOrder.BF16_CHAINS: _weighted_chains,
 }
