@@ -33,7 +33,7 @@ def route_triton(
             where values are inspected: logits of a token are not finite, a bias is NaN or +inf, or the biases leave
             fewer than `topk` experts to select from.
         TypeError: logits or biases are not fp32, masks not bool, `dtype` is no storage dtype.
-        NotImplementedError: more than 1024 experts or 32 selected; groups whose number or size is no power of two.
+        NotImplementedError: more than 1024 experts or 32 selected; groups whose size is no power of two.
     """
     t = _check_logits(logits_te, mask_t, config, dtype, trusted)
     if (bias_vl_e is None) != (image_mask_t is None):

@@ -279,7 +279,7 @@ def route(
     """Experts and weights; `groups` are the number of groups and how many are kept.
 
     Raises:
-        NotImplementedError: more than 1024 experts or 32 selected; groups of a number or size that is no power of two.
+        NotImplementedError: more than 1024 experts or 32 selected; groups of a size that is no power of two.
         ValueError: an `out` buffer has another shape or is not contiguous.
         TypeError: an `out` buffer has another dtype.
         RuntimeError: logits_te is on the CPU and kernels are not interpreted.
@@ -287,8 +287,9 @@ def route(
     t, e = logits_te.shape
     launch = route_launch(e, topk)
     num_groups, kept = groups
-    if num_groups > 1 and (launch.experts != e or num_groups & (num_groups - 1)):
-        raise NotImplementedError(f"config: expected powers of two, got {num_groups} groups of {e // num_groups}")
+    size = e // num_groups
+    if num_groups > 1 and size & (size - 1):
+        raise NotImplementedError(f"config: expected powers of two, got {num_groups} groups of {size}")
     idx_out, weights_out = out or (None, None)
     idx_tk = output_buffer(idx_out, (t, topk), torch.int64, logits_te)
     weights_tk = output_buffer(weights_out, (t, topk), dtype, logits_te)
@@ -312,8 +313,9 @@ def route(
         HAS_MASK=mask_t is not None,
         SIGMOID=sigmoid,
         PLUS_EPS=plus_eps,
-        GROUPS=num_groups,
-        GROUP_SIZE=e // num_groups,
+        # groups of places that no expert has come last: they rank below every other
+        GROUPS=launch.experts // size if num_groups > 1 else 1,
+        GROUP_SIZE=size,
         KEPT=kept,
         TOP2=top2,
         TOPK=topk,
