@@ -113,7 +113,26 @@ def serve_triton(
 ) -> Outputs:
     """The engine on Triton kernels."""
     requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    return _columns(serve(requests, arrival_b.tolist(), serving=serving, backend="triton"))
+    where = prompt_bs.device
+    found = serve(requests, arrival_b.tolist(), serving=serving, backend="triton", where=where)
+    token_bn, logprob_bn, finish_b = _columns(found)
+    return token_bn.to(where), logprob_bn.to(where), finish_b.to(where)
+
+
+def serve_shapes(
+    prompt_bs: Tensor,
+    length_b: Tensor,
+    max_tokens_b: Tensor,
+    arrival_b: Tensor,
+    temperature_b: Tensor,
+    top_p_b: Tensor,
+    seed_b: Tensor,
+    *,
+    serving: Serving,
+) -> Outputs:
+    """The shapes of what comes out, for runs that are compared among themselves alone."""
+    requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
+    return _columns([Generation(id=place, request=request) for place, request in enumerate(requests)])
 
 
 def serve_alone(
@@ -176,16 +195,17 @@ def serve(
     *,
     serving: Serving,
     backend: str,
+    where: torch.device | str = "cpu",
     device: type[ModelDevice] = ModelDevice,
     hear: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Generation]:
     """Serve requests that arrive at the given steps; `hear` sees the engine behind every step."""
-    streams = _streams(requests, serving, backend) if serving.gamma and serving.quality >= 0 else {}
+    streams = _streams(requests, serving, backend, where) if serving.gamma and serving.quality >= 0 else {}
     store = MemoryStore()
     if serving.warm:
         early = [replace(r, prompt=r.prompt[: serving.warm]) for r in requests if len(r.prompt) >= serving.warm]
-        engine_for(serving, early, backend, streams={}, store=store).generate(early)
-    engine = engine_for(serving, requests, backend, streams=streams, store=store, device=device)
+        engine_for(serving, early, backend, streams={}, store=store, where=where).generate(early)
+    engine = engine_for(serving, requests, backend, streams=streams, store=store, where=where, device=device)
     found: dict[int, Generation] = {}
     step = 0
     order = sorted(range(len(requests)), key=lambda i: (arrivals[i], i))
@@ -210,6 +230,7 @@ def engine_for(
     *,
     streams: dict[int, tuple[int, ...]] | None = None,
     store: Store | None = None,
+    where: torch.device | str = "cpu",
     device: type[ModelDevice] = ModelDevice,
     overrides: Mapping[str, str] = MappingProxyType({}),
 ) -> Engine:
@@ -224,7 +245,7 @@ def engine_for(
         vocabulary=vocabulary_of(serving.vocab) if serving.grammars else None,
     )
     plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend, overrides)
-    runner = runner_for(serving, plan, limits, states=config.states)
+    runner = runner_for(serving, plan, limits, states=config.states, where=where)
     drafter = _drafter(serving, runner, streams)
     scheduler = type("Shuffled", (_Shuffled,), {"by": serving.shuffle}) if serving.shuffle else Scheduler
     return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=device)
@@ -254,7 +275,9 @@ def schedule_of(serving: Serving, requests: list[Generate]) -> SchedulerConfig:
     )
 
 
-def runner_for(serving: Serving, plan: Plan, limits: SchedulerConfig, *, states: int) -> Runner:
+def runner_for(
+    serving: Serving, plan: Plan, limits: SchedulerConfig, *, states: int, where: torch.device | str = "cpu"
+) -> Runner:
     """A tiny model, or the toy, over caches as large as the schedule needs."""
     if serving.generation == "toy":
         return ToyRunner(plan, vocab=serving.vocab, pages=limits.num_blocks, states=states, page_tokens=serving.page)
@@ -270,6 +293,7 @@ def runner_for(serving: Serving, plan: Plan, limits: SchedulerConfig, *, states:
         page_tokens=serving.page,
         backtracking=limits.gamma + 1,
         positions=limits.max_positions,
+        device=where,
     )
 
 
@@ -319,10 +343,12 @@ def _drafter(serving: Serving, runner: Runner, streams: dict[int, tuple[int, ...
     return ScriptedDrafter(streams or {}, quality=serving.quality, gamma=serving.gamma, vocab=serving.vocab)
 
 
-def _streams(requests: list[Generate], serving: Serving, backend: str) -> dict[int, tuple[int, ...]]:
+def _streams(
+    requests: list[Generate], serving: Serving, backend: str, where: torch.device | str
+) -> dict[int, tuple[int, ...]]:
     """What plain decoding gives, as the script of a drafter."""
     plain = replace(serving, gamma=0, warm=0, tight=False, asynchronous=False, scheduled=False)
-    engine = engine_for(plain, requests, backend)
+    engine = engine_for(plain, requests, backend, where=where)
     return {i: (*done.request.prompt, *done.tokens) for i, done in enumerate(engine.generate(requests))}
 
 
