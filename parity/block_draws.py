@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deeptwin.reference.block_v41 import V41Stack
 from deeptwin.reference.block_weights import V3BlockWeights, V4BlockWeights, V41BlockWeights
-from deeptwin.reference.config import FP8_32X32, MXFP4, Q8, EngramConfig, MhcConfig, QuantFormat
+from deeptwin.reference.config import FP8_32X32, MXFP4, Q8, MhcConfig, QuantFormat
 from deeptwin.reference.engram_vocab import hash_layout
 from deeptwin.reference.presets import V3Config, V4Config
 from deeptwin.reference.quant import quantize
@@ -98,8 +98,8 @@ def v3_block(
     return V3BlockWeights.from_state_dict(state, prefix="", config=config, layer=layer)
 
 
-def v4_block(config: V4Config, layer: int, rng: np.random.Generator, *, gain: float = 1.0) -> V4BlockWeights:
-    """One drawn block of V4 with plain weights in bf16."""
+def v4_state(config: V4Config, layer: int, rng: np.random.Generator, *, gain: float = 1.0) -> State:
+    """The tensors of one block under transformers' names without a prefix, plain weights in bf16."""
     d, attn = Drawing(rng, torch.bfloat16), config.attn(layer)
     names = checkpoint_names(1)
     for field, shape in v4_shapes(attn).items():
@@ -115,11 +115,17 @@ def v4_block(config: V4Config, layer: int, rng: np.random.Generator, *, gain: fl
     for prefix in ("attn_hc.", "ffn_hc."):
         d.site(prefix, config.mhc, config.hidden)
     _experts(d, config, table=layer < config.hash_layers)
-    return V4BlockWeights.from_transformers(d.state, prefix="", config=config, layer=layer)
+    return d.state
 
 
-def v41_block(config: V41Stack, layer: int, rng: np.random.Generator, *, gain: float = 1.0) -> V41BlockWeights:
-    """One drawn block of V4.1, quantised as released."""
+def v4_block(config: V4Config, layer: int, rng: np.random.Generator, *, gain: float = 1.0) -> V4BlockWeights:
+    """One drawn block of V4 with plain weights in bf16."""
+    state = v4_state(config, layer, rng, gain=gain)
+    return V4BlockWeights.from_transformers(state, prefix="", config=config, layer=layer)
+
+
+def v41_state(config: V41Stack, layer: int, rng: np.random.Generator, *, gain: float = 1.0) -> State:
+    """The tensors of one block under the names of checkpoints, quantised as released."""
     d, model, csa2 = Drawing(rng, torch.bfloat16), config.model, config.csa2
     prefix, m, a, head = f"layers.{layer}.", model.hidden, model.attention, csa2.head_dim
     mode, rank, width = csa2.topology.mode(layer), a.q_lora_rank, a.num_heads * csa2.head_dim
@@ -157,34 +163,23 @@ def v41_block(config: V41Stack, layer: int, rng: np.random.Generator, *, gain: f
     ):
         for name, rows, columns in (("w1", f, m), ("w2", m, f), ("w3", f, m)):
             d.quantised(ffn + owner + name, rows, columns, fmt)
-    engram = engram_of(config)
+    engram = config.model.memory
     if layer in engram.layer_ids:
         d.quantised(prefix + "engram.wkv", (engram.streams + 1) * m, engram.embed_dim, FP8_32X32)
         for name in ("q_weight", "k_weight"):
             d.state[f"{prefix}engram.{name}"] = draws.normal(rng, engram.streams, m, dtype=torch.bfloat16, mean=1.0)
-    return V41BlockWeights.from_state_dict(d.state, config=model, csa2=csa2, engram=engram, layer=layer)
+    return d.state
 
 
-def engram_of(config: V41Stack) -> EngramConfig:
-    """The memory of a model."""
-    e, model = config.model.engram, config.model
-    return EngramConfig(
-        hidden=model.hidden,
-        streams=model.mhc.streams,
-        layer_ids=e.layers,
-        max_ngram=e.max_ngram,
-        num_heads=e.heads,
-        head_dim=e.head_dim,
-        vocab_start=e.vocab_size,
-        num_classes=e.compressed_vocab_size,
-        pad_id=e.pad_token_id,
-        eps=model.norm_eps,
-    )
+def v41_block(config: V41Stack, layer: int, rng: np.random.Generator, *, gain: float = 1.0) -> V41BlockWeights:
+    """One drawn block of V4.1."""
+    state, model = v41_state(config, layer, rng, gain=gain), config.model
+    return V41BlockWeights.from_state_dict(state, config=model, csa2=config.csa2, engram=model.memory, layer=layer)
 
 
 def memory_tables(config: V41Stack, rng: np.random.Generator) -> tuple[tuple[Tensor, Tensor], ...]:
     """Codes and scales of the table of every memory layer."""
-    engram = engram_of(config)
+    engram = config.model.memory
     tables = []
     for rows in hash_layout(engram).num_rows:
         drawn = draws.normal(rng, rows, engram.head_dim, dtype=torch.bfloat16)

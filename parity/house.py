@@ -16,7 +16,7 @@ SUPPORT = (
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
     "providers",
     *("block_pool", "prefix_toy"),
-    *("taps", "block_ffn", "block_v41", "block_weights", "ffn_weights", "mtp_weights"),
+    *("taps", "block_ffn", "block_v41", "block_weights", "ffn_weights", "mtp_weights", "model_weights"),
     *("dsa_index", "dsa_state"),
     *("v4_attend", "v4_layer", "v4_state", "v4_weights"),
     *("account_terms", "account_v3", "account_v4", "account_v41", "account_claims"),

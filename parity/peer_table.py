@@ -23,6 +23,8 @@ from rich.console import Console
 from torch import Tensor
 
 from deeptwin.reference.config import ResidualNorm, WeightCast
+from deeptwin.reference.model import model_v3, model_v4
+from deeptwin.reference.model_weights import V3Model, V4Model
 from deeptwin.reference.numerics import SEMANTIC
 from deeptwin.reference.presets import V3Config, V4Config, tiny_v3, tiny_v4_flash, tiny_v4_pro, tiny_v32
 
@@ -31,7 +33,6 @@ from .environment import facts, fixed_numerics
 from .files import write_json
 from .floats import row_rms
 from .peers.block import Stages, build, stages
-from .stacks import stack_v3, stack_v4
 
 RECORD = Path(__file__).with_name("evidence") / "peers.json"
 LIMIT = 1e-5  # relative distance of a stage; measured 1.2e-6 at most
@@ -74,11 +75,12 @@ def compare(model: str, run: str, *, seed: int = 1) -> dict[str, dict[str, float
     token_t = torch.from_numpy(rng.integers(0, config.vocab_size, TOKENS))
     theirs = stages(peer, token_t, chunks=CHUNKS if run == "cached" else ())
     ours: Stages = {}
-    state = peer.state_dict()
+    state, tap = peer.state_dict(), ours.__setitem__
     if isinstance(config, V4Config):
-        stack_v4(token_t, state, config=config, num=SEMANTIC, tap=ours.__setitem__)
+        model_v4(token_t, V4Model.from_transformers(state, config=config), config=config, num=SEMANTIC, tap=tap)
     else:
-        stack_v3(token_t, state, config=config, dtype=torch.float32, num=SEMANTIC, tap=ours.__setitem__)
+        weights = V3Model.from_state_dict(state, config=config)
+        model_v3(token_t, weights, config=config, dtype=torch.float32, num=SEMANTIC, tap=tap)
     kinds: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for name, x in ours.items():
         if name in theirs:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .block_ffn import gated, routed_ffn
 from .block_weights import V3BlockWeights, V4BlockWeights
-from .checks import expect_shape
+from .checks import expect_dtype, expect_in_range, expect_shape
 from .config import ResidualNorm, V4Kind, WeightCast
 from .csa import csa_attention
 from .dsa import dsa_attention, dsa_picks, dsa_project
@@ -35,6 +35,19 @@ from .presets import V3Config, V4Config
 from .rms_norm import rms_norm
 from .taps import Tap, ignore, under
 from .weights import MhcSite, MlaWeights
+
+
+def embedding(name: str, token_t: Tensor, embed_vm: Tensor, *, num: Numerics = CONTRACT) -> Tensor:
+    """The rows of tokens, [t, m]; `name` is what the caller's argument is called.
+
+    Raises:
+        ValueError: token_t has not one axis, or a token lies outside the vocabulary.
+        TypeError: tokens are no integers.
+    """
+    expect_shape(name, token_t, "t", {})
+    expect_dtype(name, token_t, torch.int64, torch.int32)
+    expect_in_range(name, token_t, 0, len(embed_vm))
+    return num.wide(embed_vm[token_t.long()])
 
 
 def block_v3(

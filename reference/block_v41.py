@@ -6,6 +6,7 @@ layer, so a sequence has caches of its own, made by `start_v41` and filled by th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -255,7 +256,7 @@ def _attention(
 
 def blocks_v41(
     embed_tm: Tensor,
-    layers: tuple[V41BlockWeights, ...],
+    layers: Sequence[V41BlockWeights],
     sequence: V41Sequence,
     *,
     config: V41Stack,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .config import EngramConfig
+from .config import EngramConfig, MhcConfig
 from .csa2_config import Csa2Config
 from .dsa_state import DsaWeights
 from .ffn_weights import GatedWeights, MoeSizes, MoeWeights, gated_weights, moe_weights, released_moe
@@ -106,6 +106,20 @@ class V4BlockWeights:
             ffn_norm_m=_take(state, prefix, "post_attention_layernorm.weight", config.hidden),
             ffn=moe_weights(state, prefix + "mlp.", config, table=table),
         )
+
+
+def head_site(state: Mapping[str, Tensor], prefix: str, config: MhcConfig, hidden: int) -> MhcSite:
+    """The site through which a head of V4 reads the streams: `prefix + "fn"`, `"scale"` and `"base"`.
+
+    Raises:
+        ValueError: a name is missing, or a shape is not the one of `config`.
+    """
+    n = config.streams
+    return MhcSite(
+        fn_wx=_take(state, prefix, "fn", n, n * hidden),
+        scale_z=_take(state, prefix, "scale", 1),
+        base_w=_take(state, prefix, "base", n),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

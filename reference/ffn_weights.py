@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .presets import V3Config, V4Config
-from .weights import ExpertWeights, _take
+from .weights import ExpertWeights, _take, stored
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +131,7 @@ def _released(state: Mapping[str, Tensor], prefix: str, m: int, f: int) -> list[
             parts = [state.get(f"{prefix}{name}.{kind}") for name in names]
             if any(part is None for part in parts):
                 raise ValueError(f"state: expected {prefix}{names[0]}.{kind}, got only {sorted(state)[:4]} ...")
-            joined = torch.cat([part for part in parts if part is not None])
+            joined = torch.cat([stored(part) for part in parts if part is not None])
             fits = (len(names) * rows, columns), (len(names) * rows, columns // 2)
             if kind == "weight" and joined.shape not in fits:
                 raise ValueError(f"state: expected {prefix}{names[0]}.weight {fits[0]}, got {tuple(joined.shape)}")

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .block import block_v3, block_v4, v3_enter, v4_head
-from .checks import expect_dtype, expect_in_range, expect_shape
+from .block import block_v3, block_v4, embedding, v3_enter, v4_head
+from .checks import expect_shape
 from .config import WeightCast
 from .linear import linear
 from .mtp_weights import MtpJoin, MtpStreamJoin, MtpV3Weights, MtpV4Weights
@@ -125,7 +125,8 @@ def mtp_v3(
     Source:
         v3-v32-v4.md section 8.1
     """
-    e_tm = _embedded(next_t, weights.embed_vm, len(h_tm), num)
+    expect_shape("next_t", next_t, "t", {"t": len(h_tm)})
+    e_tm = embedding("next_t", next_t, weights.embed_vm, num=num)
     cast = config.attention.weight_cast
     x_tm = mtp_join(e_tm, h_tm, weights.join, eps=config.norm_eps, cast=cast, dtype=dtype, num=num)
     tap("join", x_tm)
@@ -161,17 +162,11 @@ def mtp_v4(
     Source:
         v3-v32-v4.md section 8.2
     """
-    e_tm = _embedded(next_t, weights.embed_vm, len(stream_tnm), num)
+    expect_shape("next_t", next_t, "t", {"t": len(stream_tnm)})
+    e_tm = embedding("next_t", next_t, weights.embed_vm, num=num)
     stream_tnm = mtp_join_streams(e_tm, stream_tnm, weights.join, eps=config.norm_eps, num=num)
     tap("join", stream_tnm)
     layer = config.num_layers  # the number of the draft block: it has a schedule of its own
     stream_tnm = block_v4(stream_tnm, next_t, weights.block, table_sr, config=config, layer=layer, num=num, tap=tap)
     x_tm = v4_head(stream_tnm, weights.site, weights.norm_m, config=config, num=num, tap=under("head.", tap))
     return linear(x_tm, weights.head_vm, dtype=torch.float32, num=num), stream_tnm
-
-
-def _embedded(next_t: Tensor, embed_vm: Tensor, tokens: int, num: Numerics) -> Tensor:
-    expect_shape("next_t", next_t, "t", {"t": tokens})
-    expect_dtype("next_t", next_t, torch.int64, torch.int32)
-    expect_in_range("next_t", next_t, 0, len(embed_vm))
-    return num.wide(embed_vm[next_t.long()])

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .block_weights import V3BlockWeights, V4BlockWeights
+from .block_weights import V3BlockWeights, V4BlockWeights, head_site
 from .presets import V3Config, V4Config
-from .weights import MhcSite, _take
+from .weights import MhcSite, _take, stored
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,24 +87,21 @@ class MtpV4Weights:
         Raises:
             ValueError: a name is missing, or a shape is not the one of `config`.
         """
-        m, v, n = config.hidden, config.vocab_size, config.mhc.streams
+        m, v = config.hidden, config.vocab_size
+        found = {name: state.get(f"{prefix}{name}_proj.scale") for name in "eh"}
+        scales = {name: None if x is None else stored(x) for name, x in found.items()}
         join = MtpStreamJoin(
             enorm_m=_take(state, prefix, "enorm.weight", m),
             hnorm_m=_take(state, prefix, "hnorm.weight", m),
             e_mm=_take(state, prefix, "e_proj.weight", m, m),
             h_mm=_take(state, prefix, "h_proj.weight", m, m),
-            e_sf=state.get(prefix + "e_proj.scale"),
-            h_sf=state.get(prefix + "h_proj.scale"),
-        )
-        site = MhcSite(
-            fn_wx=_take(state, prefix, "hc_head_fn", n, n * m),
-            scale_z=_take(state, prefix, "hc_head_scale", 1),
-            base_w=_take(state, prefix, "hc_head_base", n),
+            e_sf=scales["e"],
+            h_sf=scales["h"],
         )
         return cls(
             join=join,
             block=V4BlockWeights.from_state_dict(state, prefix=prefix, config=config, layer=config.num_layers),
-            site=site,
+            site=head_site(state, prefix + "hc_head_", config.mhc, m),
             norm_m=_take(state, prefix, "norm.weight", m),
             embed_vm=_take(state, "", "embed.weight", v, m),
             head_vm=_take(state, "", "head.weight", v, m),

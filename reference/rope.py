@@ -70,6 +70,11 @@ def yarn_ramp_ends(config: RopeConfig) -> tuple[float, float]:
     return (low, high) if low != high else (low, high + 0.001)
 
 
+def table_of(config: RopeConfig, length: int) -> Tensor:
+    """The table of positions 0 to length - 1, float32 [length, r]."""
+    return rope_table(torch.arange(length), rope_frequencies(config), magnitude=table_magnitude(config.yarn))
+
+
 def rope_table(positions_s: Tensor, freq_i: Tensor, *, magnitude: float = 1.0, num: Numerics = CONTRACT) -> Tensor:
     """Cosines, then sines, of every position.
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from .config import V4AttnConfig, V4Kind
+from .weights import stored
 
 Part = TypeVar("Part")
 
@@ -103,7 +104,7 @@ class V4Weights:
             if (tensor is None) != (shape is None) or (tensor is not None and tensor.shape != shape):
                 got = None if tensor is None else tuple(tensor.shape)
                 raise ValueError(f"state: expected {prefix}{name} {shape}, got {got}")
-            found[field] = tensor
+            found[field] = None if tensor is None else stored(tensor)
         flat = {field: tensor for field, tensor in found.items() if "." not in field}
         for owner in COMPRESSORS:
             if found[f"{owner}.norm_c"] is not None:

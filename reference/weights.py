@@ -39,7 +39,6 @@ class MlaWeights:
             ValueError: a name is missing, or a shape is not the one of `config`.
         """
         n, u, a = config.nope_dim, config.value_dim, config.q_lora_rank
-
         take = partial(_take, state, prefix)
         heads, m, c = config.num_heads, config.hidden, config.kv_lora_rank
         w_q = take("q_b_proj.weight" if a else "q_proj.weight", heads * config.head_dim, a or m)
@@ -156,11 +155,10 @@ class EngramWeights:
             ValueError: a name is missing, or a shape is not the one of `config`.
         """
         outputs, inputs = (config.streams + 1) * config.hidden, config.embed_dim
-
         take = partial(_take, state, prefix)
         return cls(
             wkv_um=take("wkv.weight", outputs, inputs),
-            wkv_sf_ig=take("wkv.scale", -(-outputs // 32), inputs // 32).view(torch.uint8),
+            wkv_sf_ig=take("wkv.scale", -(-outputs // 32), inputs // 32),
             q_weight_nm=take("q_weight", config.streams, config.hidden),
             k_weight_nm=take("k_weight", config.streams, config.hidden),
         )
@@ -243,7 +241,7 @@ class Csa2Weights:
                 got = None if tensor is None else tuple(tensor.shape)
                 wanted = shape if owned else None
                 raise ValueError(f"state: expected layers.{layer}.{name} {wanted}, got {got}")
-            found[field] = tensor
+            found[field] = None if tensor is None else stored(tensor)
         return cls(**found)  # type: ignore[arg-type]
 
 
@@ -288,9 +286,14 @@ class VisionWeights:
     b_out_f: Tensor
 
 
+def stored(x: Tensor) -> Tensor:
+    """UE8M0 scales and packed e2m1 codes, which a checkpoint has dtypes of its own for, as the bytes they are."""
+    return x.view(torch.uint8) if x.dtype in (torch.float8_e8m0fnu, torch.int8) else x
+
+
 def _take(state: Mapping[str, Tensor], prefix: str, name: str, *shape: int) -> Tensor:
     if prefix + name not in state:
         raise ValueError(f"state: expected {prefix + name}, got only {sorted(state)[:4]} ...")
     if state[prefix + name].shape != shape:
         raise ValueError(f"state: expected {prefix + name} {shape}, got {tuple(state[prefix + name].shape)}")
-    return state[prefix + name]
+    return stored(state[prefix + name])

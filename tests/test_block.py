@@ -17,7 +17,6 @@ from deeptwin.parity.block_draws import v3_block, v3_state, v4_block
 from deeptwin.parity.card import case_rng, load_card
 from deeptwin.parity.cards.block import V41, V3Case, V4Case, V41Case, draw_v3, draw_v4, v41_config
 from deeptwin.parity.outcome import Outcome, Status
-from deeptwin.parity.stacks import table_of
 from deeptwin.reference.block import block_v3, block_v4, v3_enter, v4_head
 from deeptwin.reference.block_ffn import gated, plain_experts, routed_ffn
 from deeptwin.reference.block_v41 import V41Carry, block_v41, blocks_v41, stack_of, start_v41
@@ -55,6 +54,7 @@ from deeptwin.reference.presets import (
     v41_flash,
 )
 from deeptwin.reference.quant import dequantize, quantize
+from deeptwin.reference.rope import table_of
 from deeptwin.reference.taps import ignore, under
 from deeptwin.reference.weights import MhcSite
 
@@ -176,9 +176,7 @@ def test_tiny_models_have_every_branch() -> None:
     )
     assert len({parts.csa2.topology.mode(layer) for layer in range(6)}) == 4
     # the rows of its tables are those of its hash
-    from deeptwin.parity.block_draws import engram_of
-
-    assert hash_layout(engram_of(parts)).num_rows == config.engram.table_rows
+    assert hash_layout(config.memory).num_rows == config.engram.table_rows
 
 
 def test_the_released_stack_of_v41_is_the_one_of_its_attention() -> None:
@@ -497,10 +495,8 @@ def test_incomplete_checkpoints_are_refused() -> None:
     with pytest.raises(ValueError, match="state: expected"):
         V4BlockWeights.from_transformers({}, prefix="model.layers.0.", config=tiny_v4_flash(), layer=0)
     parts = v41_config()
-    from deeptwin.parity.block_draws import engram_of
-
     with pytest.raises(ValueError, match="state: expected"):
-        V41BlockWeights.from_state_dict({}, config=parts.model, csa2=parts.csa2, engram=engram_of(parts), layer=0)
+        V41BlockWeights.from_state_dict({}, config=parts.model, csa2=parts.csa2, engram=parts.model.memory, layer=0)
     assert isinstance(parts.model, V41Config)
     assert isinstance(config, V3Config)
 

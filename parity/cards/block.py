@@ -29,13 +29,13 @@ from deeptwin.reference.csa2_config import CastPoints
 from deeptwin.reference.engram import engram_hash
 from deeptwin.reference.engram_vocab import hash_layout
 from deeptwin.reference.presets import V3Config, V4Config, preset, tiny_v3, tiny_v32, tiny_v41_flash
+from deeptwin.reference.rope import table_of
 
 from .. import draws
-from ..block_draws import engram_of, memory_tables, v3_block, v4_block, v41_block
+from ..block_draws import memory_tables, v3_block, v4_block, v41_block
 from ..card import REGIMES, Card, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..relations import Context, Variant
 from ..rules import BLOCK, Close
-from ..stacks import table_of
 
 _mutant, _control = variants("block")
 
@@ -194,7 +194,7 @@ def draw_v41(case: V41Case, rng: np.random.Generator) -> Inputs:
     config, tokens = v41_config(), case.tokens
     image_t = torch.zeros(tokens, dtype=torch.bool)
     image_t[tokens // 2 : tokens // 2 + case.images] = True
-    engram = engram_of(config)
+    engram = config.model.memory
     window = torch.from_numpy(rng.integers(0, engram.num_classes, (tokens, engram.max_ngram)).astype(np.int32))
     row_ltz = engram_hash(window, image_t, layout=hash_layout(engram))
     gain = GAIN.get(case.regime, 1.0)

@@ -12,6 +12,7 @@ import torch
 from deeptwin.reference.config import FP8_128X128_UE8M0, WeightCast
 from deeptwin.reference.mtp_weights import MtpJoin, MtpStreamJoin, MtpV3Weights, MtpV4Weights
 from deeptwin.reference.quant import quantize
+from deeptwin.reference.rope import table_of
 from deeptwin.reference.weights import MhcSite
 
 from .. import draws
@@ -19,7 +20,6 @@ from ..block_draws import v3_block, v4_block
 from ..card import REGIMES, Candidate, Card, Inputs, Op, Output, Peer, Relation, variants
 from ..relations import Context, Variant, row_chunks
 from ..rules import BLOCK, JOIN, Close
-from ..stacks import table_of
 from .block import GAIN, V3Case, V4Case, later_tokens, v3_config, v4_config
 from .linear import F32_PRODUCT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import MHC_V41, MhcConfig
+from ..config import MHC_V41, EngramConfig, MhcConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +137,23 @@ class V41Config:
         for name, layers in (("engram", self.engram.layers), ("draft", self.draft.target_layers)):
             if any(not 0 <= layer < self.num_layers for layer in layers):
                 raise ValueError(f"{name}: expected layers below {self.num_layers}, got {layers}")
+
+    @property
+    def memory(self) -> EngramConfig:
+        """Its n-gram memory."""
+        e = self.engram
+        return EngramConfig(
+            hidden=self.hidden,
+            streams=self.mhc.streams,
+            layer_ids=e.layers,
+            max_ngram=e.max_ngram,
+            num_heads=e.heads,
+            head_dim=e.head_dim,
+            vocab_start=e.vocab_size,
+            num_classes=e.compressed_vocab_size,
+            pad_id=e.pad_token_id,
+            eps=self.norm_eps,
+        )
 
 
 def v41_flash() -> V41Config:
