@@ -22,7 +22,7 @@ from .checkpoint_config import plain_dtype, read_config
 from .checkpoint_file import CONFIG, INDEX, SINGLE, Entry, map_file, read_entries, tensor_at
 from .checkpoint_names import Spec, expected_tensors
 from .config import FP8_128X128
-from .presets import ModelConfig
+from .presets import ModelConfig, V3Config
 from .quant import dequantize
 
 PREFIX = "model."
@@ -74,6 +74,11 @@ class OpenModel:
     config: ModelConfig
     tensors: Checkpoint
     plain: str | None  # dtype of weights that nothing quantised
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The tensors as `from_state_dict` of the blocks and of the model takes them."""
+        return Dequantised(tensors=self.tensors) if isinstance(self.config, V3Config) else self.tensors
 
 
 def other_spelling(name: str) -> str:
@@ -231,11 +236,11 @@ def value_faults(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Operands(Mapping[str, Tensor]):
-    """Tensors as the functions of this room take them, made one by one when asked for.
+class Dequantised(Mapping[str, Tensor]):
+    """The tensors of a V3 checkpoint as its blocks take them, made one by one when asked for; others pass through.
 
-    Packed codes and UE8M0 scales become bytes. A matrix of V3, whose blocks take plain weights, is dequantised: codes
-    times scales, rounded to bf16 as the release's own conversion does, under every numerics: it is the weight.
+    A matrix is its codes times its scales, rounded to bf16 as the release's own conversion does. That happens under
+    every numerics: it is the weight. The signed weights of index heads become fp32, which is exact.
     """
 
     tensors: Mapping[str, Tensor]
@@ -245,9 +250,8 @@ class Operands(Mapping[str, Tensor]):
         if scale in self.tensors:
             plain = dequantize(x, self.tensors[scale], fmt=FP8_128X128)
             return torch.empty_like(plain, dtype=torch.bfloat16).copy_(plain)  # bf16 numbers already
-        if name.endswith(".self_attn.indexer.weights_proj.weight"):
-            return torch.empty_like(x, dtype=torch.float32).copy_(x)  # the indexer takes fp32
-        return x.view(torch.uint8) if x.dtype in (torch.int8, torch.float8_e8m0fnu) else x
+        is_index_weight = name.endswith(".self_attn.indexer.weights_proj.weight")
+        return torch.empty_like(x, dtype=torch.float32).copy_(x) if is_index_weight else x
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors

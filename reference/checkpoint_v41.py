@@ -7,7 +7,7 @@ from typing import Any
 
 from .block_v41 import stack_of
 from .checkpoint_fields import Fields, Table, expect_quantisation, read_yarn, written, written_yarn
-from .config import Combine, EngramConfig, PageLayout, ScoreOrder
+from .config import Combine, PageLayout, ScoreOrder
 from .csa2_config import V41_YARN, CastPoints
 from .engram_vocab import hash_layout
 from .presets import AttentionSizes, DraftSizes, EngramSizes, MoeSizes, V41Config, VisionSizes, v41_flash
@@ -135,29 +135,13 @@ def config_v41(fields: Fields) -> V41Config:
     if config.attention.head_dim != stack.csa2.head_dim:
         got = config.attention.head_dim
         raise ValueError(f"text_config.head_dim: expected {stack.csa2.head_dim}, the width of a record, got {got}")
-    table_rows = hash_layout(_engram(config)).num_rows if config.engram.layers else ()
+    table_rows = hash_layout(config.memory).num_rows if config.engram.layers else ()
     if config.engram.table_rows != table_rows:
         rows = config.engram.table_rows
         raise ValueError(
             f"text_config.engram_num_embeddings: expected {table_rows} by the primes of the hash, got {rows}"
         )
     return config
-
-
-def _engram(config: V41Config) -> EngramConfig:
-    e = config.engram
-    return EngramConfig(
-        hidden=config.hidden,
-        streams=config.mhc.streams,
-        layer_ids=e.layers,
-        max_ngram=e.max_ngram,
-        num_heads=e.heads,
-        head_dim=e.head_dim,
-        vocab_start=e.vocab_size,
-        num_classes=e.compressed_vocab_size,
-        pad_id=e.pad_token_id,
-        eps=config.norm_eps,
-    )
 
 
 def _expect_fixed(fields: Fields, text: Fields) -> None:
