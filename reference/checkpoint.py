@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,17 @@ from .checkpoint_config import plain_dtype, read_config
 from .checkpoint_file import CONFIG, INDEX, SINGLE, Entry, map_file, read_entries, tensor_at
 from .checkpoint_names import Spec, expected_tensors
 from .config import FP8_128X128
-from .presets import ModelConfig, V3Config
+from .presets import ModelConfig, V3Config, V4Config
 from .quant import dequantize
 
 PREFIX = "model."
 SHOWN = 8  # faults that a message names
+# what transformers calls some tensors of V4 when it saves a model, and what the release calls them
+SAVED_V4 = (
+    (r"^model\.embed_tokens\.weight$", "embed.weight"),
+    (r"^model\.hc_head\.hc_(fn|base|scale)$", r"hc_head_\1"),
+    (r"\.attn\.norm\.weight$", ".attn.kv_norm.weight"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,6 +177,8 @@ def open_model(folder: Path) -> OpenModel:
     record = _read_json(folder / CONFIG)
     config, plain = read_config(record, name=folder.resolve().name), plain_dtype(record)
     tensors = open_checkpoint(folder)
+    if plain is not None and isinstance(config, V4Config):
+        tensors = replace(tensors, entries={_released(name): entry for name, entry in tensors.entries.items()})
     shapes, dtypes = faults(tensors.entries, expected_tensors(config, plain=plain))
     found = shapes or dtypes
     if found:
@@ -178,6 +186,12 @@ def open_model(folder: Path) -> OpenModel:
         text = "\n".join(found[:SHOWN]) + more
         raise ValueError(f"tensors: {text}") if shapes else TypeError(f"tensors: {text}")
     return OpenModel(config=config, tensors=tensors, plain=plain)
+
+
+def _released(name: str) -> str:
+    for saved, released in SAVED_V4:
+        name = re.sub(saved, released, name)
+    return name
 
 
 def faults(entries: Mapping[str, Entry], specs: tuple[Spec, ...]) -> tuple[list[str], list[str]]:
