@@ -778,10 +778,12 @@ def layer_command(
     try:
         rules = None if names is None else bisect.read_map(names)
         given = Given(dump=Dump(dump), rules=rules, step=step, rank=rank)
-        found = judge_layer(open_model(checkpoint), layer, given, limit=limit)
+        walk = judge_layer(open_model(checkpoint), layer, given, limit=limit)
     except (ValueError, TypeError, NotImplementedError) as error:
         fail(str(error))
-    _tell_walk(found, json_path)
+    if walk.open_tokens:
+        console.print(f"not judged, their choices are close: tokens {walk.open_tokens}")
+    _tell_walk(walk.stages, json_path)
 
 
 def _tell_walk(found: Sequence[Compared], json_path: Path | None) -> NoReturn:

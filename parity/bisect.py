@@ -116,7 +116,7 @@ def compare(
     """
     theirs = {stage.key: stage for stage in candidate.stages}
     for stage in reference.stages:
-        rule = _rule_for(stage, rules)
+        rule = rule_for(stage, rules)
         name = None if rule is None else rule.name_of(stage.name)
         other = None if name is None else theirs.get(f"{name}@{stage.step}.{stage.rank}")
         if rule is None or other is None:
@@ -124,8 +124,8 @@ def compare(
             continue
         expected = reference.tensor(stage)
         try:
-            got = _aligned(candidate.tensor(other), other, rule, stage)
-        except _Misfit as error:
+            got = aligned(candidate.tensor(other), other, rule, stage)
+        except Misfit as error:
             yield Compared(stage=stage, candidate=other.name, status="differs", used=torch.inf, message=str(error))
             continue
         yield _judged(stage, other, got, expected, None if rival is None else _yardstick(rival, stage), limit)
@@ -141,37 +141,42 @@ def _yardstick(rival: Dump, stage: Stage) -> Tensor:
     return rival.tensor(same)
 
 
-def _rule_for(stage: Stage, rules: list[MapRule] | None) -> MapRule | None:
+def rule_for(stage: Stage, rules: list[MapRule] | None) -> MapRule | None:
+    """The first rule for a stage; without rules, the one that keeps its name."""
     if rules is None:
         return MapRule(reference=stage.name, candidate=stage.name.replace("{", "{{").replace("}", "}}"))
     return next((rule for rule in rules if rule.name_of(stage.name) is not None), None)
 
 
-class _Misfit(ValueError):
+class Misfit(ValueError):
     """The candidate's tensor cannot be laid beside the reference's."""
 
 
-def _aligned(x: Tensor, stage: Stage, rule: MapRule, reference: Stage) -> Tensor:
-    """The candidate's tensor with the axes of the reference."""
+def aligned(x: Tensor, stage: Stage, rule: MapRule, reference: Stage) -> Tensor:
+    """The candidate's tensor with the axes of the reference.
+
+    Raises:
+        Misfit: it has no such axes, or another shape.
+    """
     if rule.shape:
         try:
             x = x.reshape(rule.shape)
         except RuntimeError as error:
-            raise _Misfit(f"shape {tuple(x.shape)} cannot become {list(rule.shape)}") from error
+            raise Misfit(f"shape {tuple(x.shape)} cannot become {list(rule.shape)}") from error
     dims = rule.dims or stage.dims
     if dims and reference.dims:
         if len(dims) != x.dim() or len(set(dims)) != len(dims):
-            raise _Misfit(f"dims {list(dims)} do not name the axes of {tuple(x.shape)}")
+            raise Misfit(f"dims {list(dims)} do not name the axes of {tuple(x.shape)}")
         surplus = [i for i, name in enumerate(dims) if name not in reference.dims]
         missing = [name for name in reference.dims if name not in dims]
         if missing or any(x.shape[i] != 1 for i in surplus):
-            raise _Misfit(f"axes {list(dims)} of {tuple(x.shape)} against {list(reference.dims)} of {reference.shape}")
+            raise Misfit(f"axes {list(dims)} of {tuple(x.shape)} against {list(reference.dims)} of {reference.shape}")
         order = [dims.index(name) for name in reference.dims]
         x = x.permute(*surplus, *order).reshape([x.shape[i] for i in order])
     elif x.dim() == len(reference.shape) + 1 and x.shape[0] == 1:
         x = x[0]  # a batch of one, which most torch models have
     if tuple(x.shape) != reference.shape:
-        raise _Misfit(f"shape {tuple(x.shape)} against {reference.shape}")
+        raise Misfit(f"shape {tuple(x.shape)} against {reference.shape}")
     return x
 
 

@@ -10,7 +10,8 @@ that `reference/block.py` gives; a map tells others. What a layer reads of a dum
                 memory.rows for a layer with a memory. A layer that reads keys of another one needs that one's
                 layers.N.attn.norm, a layer that uses the selection of another one its layers.N.attn.picks
 
-Values are judged by R1's budget (SEMANTIC against RIVAL), choices (experts, picks) against CONTRACT.
+Values are judged by R1's budget (SEMANTIC against RIVAL), choices (experts, picks) against CONTRACT. A token whose
+choices depend on how honest arithmetic rounds is not judged: within a layer no other token feels them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from deeptwin.reference.taps import Tap, under
 from deeptwin.reference.topology import LayerMode
 from deeptwin.reference.weights import Csa2Weights, stored
 
-from .bisect import Compared, MapRule, compare
-from .capture import Dump, DumpWriter
+from .bisect import Compared, MapRule, Misfit, aligned, compare, rule_for
+from .capture import Dump, DumpWriter, Stage
 
 Run = Callable[[Numerics, Tap], None]
 
@@ -61,7 +62,7 @@ class Given:
 
     def has(self, name: str) -> bool:
         """Whether the dump has the stage."""
-        return self._key(name) in {stage.key for stage in self.dump.stages}
+        return self.key(name) in {stage.key for stage in self.dump.stages}
 
     def __call__(self, name: str, axes: int) -> Tensor:
         """A stage with this number of axes; a batch of one before them is left out.
@@ -69,7 +70,7 @@ class Given:
         Raises:
             CannotJudge: the dump has no such stage, or one with other axes.
         """
-        rule, key = self._rule(name), self._key(name)
+        rule, key = self._rule(name), self.key(name)
         stage = next((stage for stage in self.dump.stages if stage.key == key), None)
         if stage is None:
             raise CannotJudge(f"{name}: expected in the dump as an input, got no stage {key}")
@@ -83,15 +84,24 @@ class Given:
     def _rule(self, name: str) -> MapRule | None:
         return next((rule for rule in self.rules or () if rule.name_of(name) is not None), None)
 
-    def _key(self, name: str) -> str:
+    def key(self, name: str) -> str:
+        """How the dump calls a stage, with its step and rank."""
         rule = self._rule(name)
         called = name if self.rules is None else "-" if rule is None else rule.name_of(name)
         return f"{called}@{self.step}.{self.rank}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """A judged layer: its stages in order, and the tokens that were not judged because their choices are close."""
+
+    stages: list[Compared]
+    open_tokens: list[int]
+
+
 def judge_layer(
     model: OpenModel, layer: int, given: Given, *, stack: V41Stack | None = None, limit: float | None = None
-) -> list[Compared]:
+) -> Walk:
     """Every stage of a layer beside the dump's, in the order in which they are computed.
 
     `stack` says which choices the engine made where implementations of V4.1 disagree; without it, the release's.
@@ -108,15 +118,39 @@ def judge_layer(
     if spoiled:
         raise CannotJudge("\n".join(spoiled))
     run = _run(model, layer, given, stack)
-    truth = _heard(run, CONTRACT)
-    rival = None if limit is not None else _heard(run, RIVAL)
-    if limit is None:
-        meant = _heard(run, SEMANTIC)
-        truth = {name: meant[name] if x.is_floating_point() else x for name, x in truth.items()}
+    contract, meant, rival = (_heard(run, num) for num in (CONTRACT, SEMANTIC, RIVAL))
+    close_t = torch.zeros(len(next(iter(contract.values()))), dtype=torch.bool)
+    for name, x in contract.items():
+        if not x.is_floating_point():
+            close_t |= ((x != meant[name]) | (x != rival[name])).flatten(1).any(1)
+    if close_t.all():
+        raise CannotJudge(f"tokens: expected one whose choices are clear, got {len(close_t)} that are close")
+    truth = {name: meant[name] if limit is None and x.is_floating_point() else x for name, x in contract.items()}
     with TemporaryDirectory() as place:
-        dumps = [_written(Path(place, name), x, given) for name, x in (("truth", truth), ("rival", rival)) if x]
-        rules = None if given.rules is None else list(given.rules)
-        return list(compare(dumps[0], given.dump, rival=dumps[1] if rival else None, rules=rules, limit=limit))
+        theirs = _aligned_rows(given, truth, ~close_t, Path(place, "theirs"))
+        ours = [
+            _written(Path(place, name), {key: x[~close_t] for key, x in run.items()}, given)
+            for name, run in (("truth", truth), ("rival", rival))
+        ]
+        stages = list(compare(ours[0], theirs, rival=ours[1] if limit is None else None, limit=limit))
+    return Walk(stages=stages, open_tokens=[int(t) for t in close_t.nonzero()[:, 0]])
+
+
+def _aligned_rows(given: Given, truth: Mapping[str, Tensor], keep_t: Tensor, folder: Path) -> Dump:
+    """The dump's stages under the reference's names and axes, without the rows that are not judged."""
+    found, theirs = {}, {stage.key: stage for stage in given.dump.stages}
+    rules = None if given.rules is None else list(given.rules)
+    for name, x in truth.items():
+        stage = Stage(name=name, step=given.step, rank=given.rank, shape=tuple(x.shape))
+        rule, other = rule_for(stage, rules), theirs.get(given.key(name))
+        if rule is None or other is None:
+            continue
+        got = given.dump.tensor(other)
+        try:
+            found[name] = aligned(got, other, rule, stage)[keep_t]
+        except Misfit:
+            found[name] = got  # the walk says what does not fit
+    return _written(folder, found, given)
 
 
 def _heard(run: Run, num: Numerics) -> dict[str, Tensor]:

@@ -184,7 +184,7 @@ def stored_tensor(file_n: Tensor, *, name: str) -> tuple[Tensor, Tensor, Tensor]
     if name not in entries:
         raise ValueError(f"name: expected one of {', '.join(sorted(entries))}, got {name!r}")
     entry = entries[name]
-    bytes_n = tensor_at(file_n, entry).contiguous().flatten().view(torch.uint8)
+    bytes_n = tensor_at(file_n, entry).clone().flatten().view(torch.uint8)
     return bytes_n, torch.tensor(entry.shape, dtype=torch.int64), torch.tensor([list(DTYPES).index(entry.dtype)])
 
 
@@ -221,7 +221,7 @@ def pack_header(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[byte
     return len(text).to_bytes(LENGTH_BYTES, "little") + text, order
 
 
-def file_bytes(tensors: Mapping[str, Tensor]) -> Tensor:
+def file_bytes(names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> Tensor:
     """A whole file with these tensors.
 
     Shapes:
@@ -229,8 +229,12 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> Tensor:
 
     Raises:
         TypeError: the format has no such dtype.
+        ValueError: there are not as many names as tensors.
     """
-    header, order = pack_header({name: (dtype_name(name, x), tuple(x.shape)) for name, x in tensors.items()})
+    if len(names) != len(tensors):
+        raise ValueError(f"names: expected {len(tensors)}, one for each tensor, got {len(names)}")
+    found = dict(zip(names, tensors, strict=True))
+    header, order = pack_header({name: (dtype_name(name, x), tuple(x.shape)) for name, x in found.items()})
     parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
-    parts += [tensors[name].detach().contiguous().flatten().view(torch.uint8) for name in order]
+    parts += [found[name].detach().contiguous().flatten().view(torch.uint8) for name in order]
     return torch.cat(parts)

@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from .account_terms import Stored
+from .checkpoint_file import DTYPES
 from .checkpoint_names_v41 import Named, matrices, named_v41, vectors
 from .presets import ModelConfig, V3Config, V4Config, V41Config
 from .v4_weights import checkpoint_names, v4_shapes
+
+NAME_BYTES = 80  # the longest name of a release has 58
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,23 @@ def expected_tensors(config: ModelConfig, *, plain: str | None = None) -> tuple[
         stored = (spec for one in named for spec in _stored(one))
         found = [replace(spec, or_dtypes=_unsettled(spec, config)) for spec in stored]
     return tuple(replace(spec, is_draft=spec.name.startswith(tuple(drafts))) for spec in found)
+
+
+def tensor_table(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """The released tensors of a model in the order of their names, as numbers.
+
+    Shapes:
+        returns uint8 [n, 80], a name and zeros; int64 [n], the place of its dtype in `DTYPES`; int64 [n, 2], its sizes,
+        -1 where a vector has none.
+    """
+    specs = sorted(expected_tensors(config), key=lambda spec: spec.name)
+    names = b"".join(spec.name.encode().ljust(NAME_BYTES, b"\0") for spec in specs)
+    dtypes = list(DTYPES)
+    return (
+        torch.frombuffer(bytearray(names), dtype=torch.uint8).view(-1, NAME_BYTES),
+        torch.tensor([dtypes.index(spec.dtype) for spec in specs]),
+        torch.tensor([[*spec.shape, -1][:2] for spec in specs]),
+    )
 
 
 def _stored(one: Named) -> Iterator[Spec]:
