@@ -7,7 +7,7 @@ plain checkpoint, which nothing quantised, has the weights alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,12 +57,14 @@ def expected_tensors(config: ModelConfig, *, plain: str | None = None) -> tuple[
         raise ValueError(f"plain: expected None for V4.1, whose weights are codes, got {plain!r}")
     else:
         named, drafts = named_v41(config), ["mtp."]
-    if plain is not None:
-        found = [spec for one in named for spec in _unquantised(one, plain)]
-    else:
-        stored = (spec for one in named for spec in _stored(one))
-        found = [replace(spec, or_dtypes=_unsettled(spec, config)) for spec in stored]
-    return tuple(replace(spec, is_draft=spec.name.startswith(tuple(drafts))) for spec in found)
+    found = []
+    for name, stored, shape in named:
+        is_draft = name.startswith(tuple(drafts))
+        parts = _stored(name, stored, shape) if plain is None else [(name, _unquantised(stored, plain), shape)]
+        for part, dtype, own in parts:
+            others = _unsettled(part, dtype, config) if plain is None else _cast(part, dtype, plain)
+            found.append(Spec(name=part, dtype=dtype, shape=own, or_dtypes=others, is_draft=is_draft))
+    return tuple(found)
 
 
 def tensor_table(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,43 +84,35 @@ def tensor_table(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _stored(one: Named) -> Iterator[Spec]:
-    """The tensors of a matrix or vector: values or codes, and scales."""
-    name, stored, shape = one
+def _stored(name: str, stored: Stored, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """The tensors of a matrix or vector: values, or codes and scales."""
     dtype = {Stored.BF16: "BF16", Stored.FP32: "F32", Stored.INT64: "I64"}.get(stored)
     if dtype is not None:
-        yield Spec(name=name, dtype=dtype, shape=shape)
-        return
+        return [(name, dtype, shape)]
     rows, columns = shape
     block = {Stored.MXFP4: (1, 32), Stored.FP8_ROWS: (1, 32), Stored.FP8_TILES: (32, 32)}.get(stored, (128, 128))
-    is_packed, is_wide = stored is Stored.MXFP4, stored is Stored.FP8_BLOCKS_F32
-    scales = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
-    yield (
-        Spec(name=name, dtype="I8", shape=(rows, columns // 2))
-        if is_packed
-        else Spec(name=name, dtype="F8_E4M3", shape=shape)
-    )
-    stem = name.removesuffix(".weight")
-    yield (
-        Spec(name=name + "_scale_inv", dtype="F32", shape=scales)
-        if is_wide
-        else Spec(name=stem + ".scale", dtype="F8_E8M0", shape=scales)
-    )
+    scales = (-(-rows // block[0]), -(-columns // block[1]))
+    codes = ("I8", (rows, columns // 2)) if stored is Stored.MXFP4 else ("F8_E4M3", shape)
+    if stored is Stored.FP8_BLOCKS_F32:
+        return [(name, *codes), (name + "_scale_inv", "F32", scales)]
+    return [(name, *codes), (name.removesuffix(".weight") + ".scale", "F8_E8M0", scales)]
 
 
-def _unquantised(one: Named, plain: str) -> Iterator[Spec]:
-    name, stored, shape = one
-    kept = {Stored.FP32: "F32", Stored.INT64: "I64"}.get(stored, plain)
-    # who saves a model in one dtype may have cast these with it; sites, sinks and position biases never are
-    may_be_cast = kept == "F32" and plain != "F32" and name.endswith(("bias", "k_norm.weight"))
-    yield Spec(name=name, dtype=kept, shape=shape, or_dtypes=(plain,) if may_be_cast else ())
+def _unquantised(stored: Stored, plain: str) -> str:
+    return {Stored.FP32: "F32", Stored.INT64: "I64"}.get(stored, plain)
 
 
-def _unsettled(spec: Spec, config: ModelConfig) -> tuple[str, ...]:
+def _cast(name: str, dtype: str, plain: str) -> tuple[str, ...]:
+    """Who saves a model in one dtype may have cast these with it; sites, sinks and position biases never are."""
+    may_be_cast = dtype == "F32" and plain != "F32" and name.endswith(("bias", "k_norm.weight"))
+    return (plain,) if may_be_cast else ()
+
+
+def _unsettled(name: str, dtype: str, config: ModelConfig) -> tuple[str, ...]:
     """What else a tensor may be stored as: no source settles the norms of V4 and two of the indexer of V3.2."""
     parts = ("indexer.k_norm.", "indexer.weights_proj.") if isinstance(config, V3Config) else ("norm.weight",)
-    is_open = not isinstance(config, V41Config) and any(part in spec.name for part in parts)
-    return ({"BF16": "F32", "F32": "BF16"}[spec.dtype],) if is_open else ()
+    is_open = not isinstance(config, V41Config) and any(part in name for part in parts)
+    return ({"BF16": "F32", "F32": "BF16"}[dtype],) if is_open else ()
 
 
 def _named_v3(config: V3Config) -> Iterator[Named]:
