@@ -31,6 +31,7 @@ from .rules import Budget, Judgement, worst_at
 SCHEMA = "deeptwin.bisect/1"
 # relative distance of a row that depth alone explains, in units of the coarser dtype: 2^-8 of bf16 gives 0.0625
 DEFAULT_LIMIT_UNITS = 16.0
+DEFAULT_BUDGET = Budget()
 
 
 class BadMap(ValueError):
@@ -105,11 +106,13 @@ def compare(
     rival: Dump | None = None,
     rules: list[MapRule] | None = None,
     limit: float | None = None,
+    budget: Budget = DEFAULT_BUDGET,
 ) -> Iterator[Compared]:
     """Every stage of the reference beside its stage in the candidate, in order.
 
     The reference is the truth, the SEMANTIC run if there is a `rival`: the same stages under RIVAL. Without `rules` the
-    names are the same. `limit` is the relative distance that a row may have, instead of 16 units of the coarser dtype.
+    names are the same. `limit` is the relative distance that a row may have, instead of 16 units of the coarser dtype;
+    `budget` is the rule that judges with a `rival`.
 
     Raises:
         BadDump: a tensor cannot be read, or the rival lacks a stage that both others have.
@@ -128,7 +131,8 @@ def compare(
         except Misfit as error:
             yield Compared(stage=stage, candidate=other.name, status="differs", used=torch.inf, message=str(error))
             continue
-        yield _judged(stage, other, got, expected, None if rival is None else _yardstick(rival, stage), limit)
+        yardstick = None if rival is None else _yardstick(rival, stage)
+        yield _judged(stage, other, got, expected, yardstick, limit, budget)
 
 
 def _yardstick(rival: Dump, stage: Stage) -> Tensor:
@@ -196,7 +200,13 @@ class _Views:
 
 
 def _judged(
-    stage: Stage, other: Stage, got: Tensor, expected: Tensor, rival: Tensor | None, limit: float | None
+    stage: Stage,
+    other: Stage,
+    got: Tensor,
+    expected: Tensor,
+    rival: Tensor | None,
+    limit: float | None,
+    budget: Budget,
 ) -> Compared:
     if not {got.dtype, expected.dtype} <= {torch.bfloat16, torch.float16, torch.float32, torch.float64}:
         return _judged_exactly(stage, other, got, expected)
@@ -214,9 +224,9 @@ def _judged(
         text = f"largest relative distance of a row {largest:.3g}, allowed {allowed:.3g}"
         judgement = Judgement(ok=largest <= allowed, used=largest / allowed, message=text)
     else:
-        judgement = Budget().judge(got, views)
-        allowed = 2.0 * _row_distance(views.rival, truth).max().item()
-    guess = "" if judgement.ok or got.dim() == 0 else diagnose(got, views, Budget())
+        judgement = budget.judge(got, views)
+        allowed = budget.row * _row_distance(views.rival, truth).max().item()
+    guess = "" if judgement.ok or got.dim() == 0 else diagnose(got, views, budget)
     return _outcome(stage, other, _wrong_elements(got, truth, distance, allowed), judgement, guess, got, expected)
 
 

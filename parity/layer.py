@@ -10,8 +10,8 @@ that `reference/block.py` gives; a map tells others. What a layer reads of a dum
                 memory.rows for a layer with a memory. A layer that reads keys of another one needs that one's
                 layers.N.attn.norm, a layer that uses the selection of another one its layers.N.attn.picks
 
-Values are judged by R1's budget (SEMANTIC against RIVAL), choices (experts, picks) against CONTRACT. A token whose
-choices depend on how honest arithmetic rounds is not judged: within a layer no other token feels them.
+Values are judged by the budget of blocks (R1: SEMANTIC against RIVAL), choices (experts, picks) against CONTRACT. A
+token whose choices depend on how honest arithmetic rounds is not judged: within a layer no other token feels them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ from deeptwin.reference.weights import Csa2Weights, stored
 
 from .bisect import Compared, MapRule, Misfit, aligned, compare, rule_for
 from .capture import Dump, DumpWriter, Stage
+from .rules import BLOCK
 
 Run = Callable[[Numerics, Tap], None]
+# every stage of a block on given rows. The mean signed error of BLOCK is in units of bf16; where it is larger, as in an
+# fp32 stage behind bf16 roundings, its t decides
+LAYER = replace(BLOCK, bias_t=6.0)
 
 
 class CannotJudge(ValueError):
@@ -132,7 +136,7 @@ def judge_layer(
             _written(Path(place, name), {key: x[~close_t] for key, x in run.items()}, given)
             for name, run in (("truth", truth), ("rival", rival))
         ]
-        stages = list(compare(ours[0], theirs, rival=ours[1] if limit is None else None, limit=limit))
+        stages = list(compare(ours[0], theirs, rival=ours[1] if limit is None else None, limit=limit, budget=LAYER))
     return Walk(stages=stages, open_tokens=[int(t) for t in close_t.nonzero()[:, 0]])
 
 

@@ -38,7 +38,7 @@ from deeptwin.reference.numerics import SEMANTIC
 from deeptwin.reference.presets import PRESETS, V3Config, V4Config, V41Config, preset, v3, v4_flash, v32, v41_flash
 
 CARD = load_card("checkpoint")
-TINY = ("tiny_v3", "tiny_v32", "tiny_v4_flash", "tiny_v41_flash")
+TINY = ("tiny_v32", "tiny_v4_flash", "tiny_v41_flash")
 Tensors = dict[str, Tensor]
 
 
@@ -98,8 +98,8 @@ def test_both_spellings_resolve(drawn: dict[str, Tensors], tmp_path: Path) -> No
     found = open_model(released(tmp_path / "a", "tiny_v41_flash", prefixed))
     assert "layers.0.attn_norm.weight" in found.tensors
     assert torch.equal(found.tensors["norm.weight"], found.tensors["model.norm.weight"])
-    bare = {name.removeprefix("model."): x for name, x in drawn["tiny_v3"].items()}
-    assert open_model(released(tmp_path / "b", "tiny_v3", bare)).config == preset("tiny_v3")
+    bare = {name.removeprefix("model."): x for name, x in drawn["tiny_v32"].items()}
+    assert open_model(released(tmp_path / "b", "tiny_v32", bare)).config == preset("tiny_v32")
 
 
 def parameters(specs: tuple[Spec, ...], *, drafts: bool) -> int:
@@ -637,7 +637,7 @@ def test_truncated_and_missing_files_are_refused(drawn: dict[str, Tensors], tmp_
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match="empty: expected a file of tensors"):
         map_file(tmp_path / "empty")
-    folder = released(tmp_path / "a", "tiny_v3", drawn["tiny_v3"])
+    folder = released(tmp_path / "a", "tiny_v32", drawn["tiny_v32"])
     tensors = open_checkpoint(folder)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-1])
@@ -649,7 +649,7 @@ def test_truncated_and_missing_files_are_refused(drawn: dict[str, Tensors], tmp_
 
 
 def test_an_index_that_disagrees_with_its_files_is_refused(drawn: dict[str, Tensors], tmp_path: Path) -> None:
-    folder = released(tmp_path / "a", "tiny_v3", drawn["tiny_v3"], shard_bytes=1 << 20)
+    folder = released(tmp_path / "a", "tiny_v32", drawn["tiny_v32"], shard_bytes=1 << 20)
     path = folder / "model.safetensors.index.json"
     record = json.loads(path.read_text())
     names = sorted(record["weight_map"])
