@@ -43,13 +43,16 @@ class MapRule:
     """How a stage of the reference is called in the other dump; `{layer}` and other braces stand for a run of digits.
 
     `shape` (with one −1) is given to the candidate's tensor first, `dims` names its axes then. Axes that only the
-    candidate names must have length one; the others are put in the reference's order.
+    candidate names must have length one; the others are put in the reference's order. `reshape`: as many values in the
+    same order, on other axes. `unordered`: a row is a set (experts of a token, their weights), both are sorted.
     """
 
     reference: str
     candidate: str
     dims: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
+    reshape: bool = False
+    unordered: bool = False
 
     def name_of(self, stage: str) -> str | None:
         """The candidate's name of a reference stage, or None if the rule is not for it."""
@@ -126,12 +129,15 @@ def compare(
             yield Compared(stage=stage, candidate=name or "-", status="absent", message="not in the candidate's dump")
             continue
         expected = reference.tensor(stage)
+        yardstick = None if rival is None else _yardstick(rival, stage)
         try:
             got = aligned(candidate.tensor(other), other, rule, stage)
         except Misfit as error:
             yield Compared(stage=stage, candidate=other.name, status="differs", used=torch.inf, message=str(error))
             continue
-        yardstick = None if rival is None else _yardstick(rival, stage)
+        if rule.unordered:
+            got, expected = got.sort(-1).values, expected.sort(-1).values
+            yardstick = None if yardstick is None else yardstick.sort(-1).values
         yield _judged(stage, other, got, expected, yardstick, limit, budget)
 
 
@@ -177,6 +183,8 @@ def aligned(x: Tensor, stage: Stage, rule: MapRule, reference: Stage) -> Tensor:
             raise Misfit(f"axes {list(dims)} of {tuple(x.shape)} against {list(reference.dims)} of {reference.shape}")
         order = [dims.index(name) for name in reference.dims]
         x = x.permute(*surplus, *order).reshape([x.shape[i] for i in order])
+    elif rule.reshape and x.numel() == math.prod(reference.shape):
+        x = x.reshape(reference.shape)
     elif x.dim() == len(reference.shape) + 1 and x.shape[0] == 1:
         x = x[0]  # a batch of one, which most torch models have
     if tuple(x.shape) != reference.shape:

@@ -136,8 +136,16 @@ def judge_layer(
             _written(Path(place, name), {key: x[~close_t] for key, x in run.items()}, given)
             for name, run in (("truth", truth), ("rival", rival))
         ]
-        stages = list(compare(ours[0], theirs, rival=ours[1] if limit is None else None, limit=limit, budget=LAYER))
+        rival_dump = ours[1] if limit is None else None
+        same = [_same_name(name, given.rules) for name in truth]
+        stages = list(compare(ours[0], theirs, rival=rival_dump, rules=same, limit=limit, budget=LAYER))
     return Walk(stages=stages, open_tokens=[int(t) for t in close_t.nonzero()[:, 0]])
+
+
+def _same_name(name: str, rules: Sequence[MapRule] | None) -> MapRule:
+    """What is left of a stage's rule once its tensor has the reference's name and axes."""
+    rule = next((rule for rule in rules or () if rule.name_of(name) is not None), None)
+    return MapRule(reference=name, candidate=name, unordered=rule is not None and rule.unordered)
 
 
 def _aligned_rows(given: Given, truth: Mapping[str, Tensor], keep_t: Tensor, folder: Path) -> Dump:

@@ -251,6 +251,7 @@ def _attention(
         tap("picks", idx_tk)
     seen_tk = None if mode is LayerMode.SWA else idx_tk
     out_thd = csa2_attend_(q_thd, key_td, own.sink_h, seen_tk, caches, step, layer=layer, config=csa2, num=num)
+    tap("heads", out_thd)
     return csa2_output(out_thd, own, table_sr, step.positions_t, config=csa2, num=num), idx_tk, blocks_tk
 
 

@@ -186,7 +186,8 @@ def csa_attention(
         tap("picks", picks_tk)
     picked_tk = _picked(rows_tj, picks_tk)
     out_thd = attend_values(q_thd, key_td, entry_yd, picked_tk, positions_t, weights.sink_h, config=config, num=num)
-    return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num)
+    tap("heads", out_thd)
+    return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num, tap=tap)
 
 
 def csa_run(
