@@ -47,7 +47,8 @@ from .rules import BLOCK
 
 Run = Callable[[Numerics, Tap], None]
 # every stage of a block on given rows. The mean signed error of BLOCK is in units of bf16; where it is larger, as in an
-# fp32 stage behind bf16 roundings, its t decides
+# fp32 stage behind bf16 roundings, its t decides. Measured on tiny models that round as the contract says (8 seeds,
+# 32 tokens, 1 912 judgements in the layers of four generations): no alarm, at most 0.77 used
 LAYER = replace(BLOCK, bias_t=6.0)
 
 
