@@ -180,7 +180,7 @@ def v41(**faults: object) -> Callable[..., Tensor]:
             carry = V41Carry(stream_tnm=copied(x, pre.shape[1], f), pre_tn=pre)
             for layer, block in in_order(weights.layers, f):
                 carry = block_v41(carry, block, run, config=config, layer=layer, num=f.num)
-            read = {"mean": torch.full_like(pre, 1 / pre.shape[1]), "first": pre}.get(f.read, carry.pre_tn)
+            read = pre if f.read == "first" else carry.pre_tn
             x = torch.einsum("tn,tnm->tm", read.double(), carry.stream_tnm).bfloat16().double()
             return ended(x, weights, config.model.norm_eps, WeightCast.AFTER_WEIGHT, torch.bfloat16, f)
 
@@ -272,7 +272,7 @@ v41_last_layer_twice, v41_last_layer_missing = v41(order="last_twice"), v41(orde
 v41_next_embedding = v41(embed="next")
 v41_last_norm_missing, v41_last_norm_unweighted = v41(norm="missing"), v41(norm="unweighted")
 v41_head_is_the_embedding = v41(head="embedding")
-v41_head_reads_the_mean, v41_head_reads_the_first = v41(read="mean"), v41(read="first")
+v41_head_reads_the_first = v41(read="first")
 v41_one_stream_begins = v41(streams="first")
 v41_second_pass_blind = v41(parts="two")
 v41_memory_of_the_token_before = v41(rows="before")
