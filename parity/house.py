@@ -31,7 +31,10 @@ SUPPORT = (
     ),
     *("account_terms", "account_v3", "account_v4", "account_v41", "account_claims"),
     *("dspark_weights", "dspark_curve", "dspark_step", "dspark_state", "dspark_layer", "dspark_chain", "dspark_pool"),
+    *("checkpoint_file", "checkpoint_fields", "checkpoint_config", "checkpoint_v41"),
+    *("checkpoint_names", "checkpoint_names_v41", "checkpoint_write"),
     *("philox", "sampling_filter", "sampling_rows"),
+    *("engine_device", "engine_store"),
     *("verification", "drafter", "drafter_dspark", "drafter_mtp", "drafters"),
     *("serving_checks", "toy_model", "byte_grammar", "grammar_text", "grammar_json", "grammar_pool"),
 )
