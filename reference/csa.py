@@ -22,12 +22,12 @@ from .checks import expect_shape
 from .config import IndexCast, V4AttnConfig, V4Kind
 from .csa2_state import Csa2Batch, Csa2Step
 from .hadamard import hadamard
-from .indexer import index_visible, index_weights, score_rows, seen_rows
+from .indexer import index_visible, index_weights, score_rows
 from .kv_cache import load_records, store_records
 from .numerics import CONTRACT, Numerics
 from .quant import fake_quantize
 from .taps import Tap, ignore
-from .topk import physical_slots, topk
+from .topk import physical_slots, seen_rows, topk
 from .v4_attend import (
     SECTIONED,
     attend_records_,
