@@ -387,7 +387,7 @@ def test_a_stream_with_drafts_is_that_of_the_model_alone(generation: str) -> Non
     pool, one = proposal_pool(slots=2, draft=GAMMA, vocab=VOCAB), torch.tensor([1])
     tokens, forward = PROMPT[:end], host.advance({1: (0, PROMPT[:end])}, decode=False)
     hidden, first, drafts = forward.hidden_ym[-1:], end - 1, 0
-    while len(tokens) < end + 12:
+    while len(tokens) < end + 7:
         rows = VerifyRows(
             length_b=one + drafts,
             position_b=one + first,
