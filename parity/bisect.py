@@ -168,6 +168,8 @@ def aligned(x: Tensor, stage: Stage, rule: MapRule, reference: Stage) -> Tensor:
     Raises:
         Misfit: it has no such axes, or another shape.
     """
+    if rule.reshape and x.numel() == math.prod(reference.shape):
+        return x.reshape(reference.shape)
     if rule.shape:
         try:
             x = x.reshape(rule.shape)
@@ -183,8 +185,6 @@ def aligned(x: Tensor, stage: Stage, rule: MapRule, reference: Stage) -> Tensor:
             raise Misfit(f"axes {list(dims)} of {tuple(x.shape)} against {list(reference.dims)} of {reference.shape}")
         order = [dims.index(name) for name in reference.dims]
         x = x.permute(*surplus, *order).reshape([x.shape[i] for i in order])
-    elif rule.reshape and x.numel() == math.prod(reference.shape):
-        x = x.reshape(reference.shape)
     elif x.dim() == len(reference.shape) + 1 and x.shape[0] == 1:
         x = x[0]  # a batch of one, which most torch models have
     if tuple(x.shape) != reference.shape:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deeptwin.optimized.drafter import Drafter, NoDrafter, ScriptedDrafter
+from deeptwin.optimized.drafters import drafter_of
 from deeptwin.optimized.engine import Engine, EngineConfig, Generate, Generation
 from deeptwin.optimized.engine_device import ModelDevice, Sampling
 from deeptwin.optimized.engine_store import MemoryStore, Store, exact_reuse
@@ -45,10 +46,12 @@ from deeptwin.reference.presets import V3Config, V4Config
 from deeptwin.reference.sampling import argmax_tokens, sample_logits
 from deeptwin.reference.structured_output import apply_masks, token_masks
 
+from .tiny_drafts import tiny_draft
 from .tiny_models import tiny_model
 from .toy_runner import ToyRunner, toy_logits
 
 EOS = 3
+BACKTRACKING = 6  # tokens of the longest decode step, as released
 GENERATIONS = ("toy", "v3", "v32", "v4", "v41")
 
 
@@ -246,7 +249,7 @@ def engine_for(
     )
     plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend, overrides)
     runner = runner_for(serving, plan, limits, states=config.states, where=where)
-    drafter = _drafter(serving, runner, streams)
+    drafter = _drafter(serving, runner, streams, config.states)
     scheduler = type("Shuffled", (_Shuffled,), {"by": serving.shuffle}) if serving.shuffle else Scheduler
     return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=device)
 
@@ -291,7 +294,7 @@ def runner_for(
         pages=limits.num_blocks,
         states=states,
         page_tokens=serving.page,
-        backtracking=limits.gamma + 1,
+        backtracking=max(limits.gamma + 1, BACKTRACKING),
         positions=limits.max_positions,
         device=where,
     )
@@ -337,10 +340,19 @@ def _recomputed(serving: Serving) -> int:
     return int(config.csa2.sliding(decoder=True).keep)
 
 
-def _drafter(serving: Serving, runner: Runner, streams: dict[int, tuple[int, ...]] | None) -> Drafter:
+def _drafter(serving: Serving, runner: Runner, streams: dict[int, tuple[int, ...]] | None, states: int) -> Drafter:
     if not serving.gamma:
         return NoDrafter(vocab=serving.vocab)
-    return ScriptedDrafter(streams or {}, quality=serving.quality, gamma=serving.gamma, vocab=serving.vocab)
+    if serving.quality >= 0 or serving.generation == "toy":
+        return ScriptedDrafter(streams or {}, quality=serving.quality, gamma=serving.gamma, vocab=serving.vocab)
+    weights = _drawn_draft(serving.generation, serving.vocab, serving.seed, serving.gamma)
+    return drafter_of(runner, weights, gamma=serving.gamma, states=states, draw=serving.draw)
+
+
+@lru_cache(maxsize=6)
+def _drawn_draft(generation: str, vocab: int, seed: int, gamma: int) -> Any:
+    config, weights = _drawn_model(generation, vocab, seed)
+    return tiny_draft(generation, config, weights, seed=seed, gamma=gamma)
 
 
 def _streams(

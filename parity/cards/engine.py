@@ -222,6 +222,8 @@ def drafts(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
         ("2 drafts", {"gamma": 2, "quality": 60}),
         ("3 drafts, scheduled", {"gamma": 3, "quality": 60, "scheduled": True, "asynchronous": True}),
     )
+    if inputs["serving"].generation != "toy":
+        changes = (("2 drafts of the model's own drafter", {"gamma": 2, "quality": -1}), *changes)
     for label, settings in _some(changes, inputs, context):
         yield label, call(greedy | {"serving": replace(inputs["serving"], **settings)}), expected
 
