@@ -7,7 +7,7 @@ request by itself, the whole sequence computed again for every token, drawn by t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -249,7 +249,7 @@ def engine_for(
     )
     plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend, overrides)
     runner = runner_for(serving, plan, limits, states=config.states, where=where)
-    drafter = _drafter(serving, runner, streams, config.states)
+    drafter = _drafter(serving, runner, streams, config.states, str(where))
     scheduler = type("Shuffled", (_Shuffled,), {"by": serving.shuffle}) if serving.shuffle else Scheduler
     return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=device)
 
@@ -284,7 +284,7 @@ def runner_for(
     """A tiny model, or the toy, over caches as large as the schedule needs."""
     if serving.generation == "toy":
         return ToyRunner(plan, vocab=serving.vocab, pages=limits.num_blocks, states=states, page_tokens=serving.page)
-    config, weights = _model(serving)
+    config, weights = _model(serving, where)
     if serving.generation == "v41":
         config = replace(config, csa2=replace(config.csa2, truncation=serving.truncation))
     return runner_of(
@@ -320,16 +320,28 @@ class _Shuffled(Scheduler):
         return replace(state, free=tuple(state.free[i] for i in order))
 
 
-def _model(serving: Serving) -> tuple[Any, Any]:
-    config, weights = _drawn_model(serving.generation, serving.vocab, serving.seed)
+def _model(serving: Serving, where: torch.device | str = "cpu") -> tuple[Any, Any]:
+    config, weights = _drawn_model(serving.generation, serving.vocab, serving.seed, str(where))
     if not serving.layers:
         return config, weights
     return replace(config, num_layers=serving.layers), replace(weights, layers=weights.layers[: serving.layers])
 
 
 @lru_cache(maxsize=6)
-def _drawn_model(generation: str, vocab: int, seed: int) -> tuple[Any, Any]:
-    return tiny_model(generation, vocab=vocab, seed=seed)
+def _drawn_model(generation: str, vocab: int, seed: int, where: str = "cpu") -> tuple[Any, Any]:
+    config, weights = tiny_model(generation, vocab=vocab, seed=seed)
+    return config, _placed(weights, where)
+
+
+def _placed(value: Any, where: str) -> Any:
+    """The same weights, every tensor of them elsewhere."""
+    if isinstance(value, Tensor):
+        return value.to(where)
+    if isinstance(value, tuple):
+        return tuple(_placed(item, where) for item in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{field.name: _placed(getattr(value, field.name), where) for field in fields(value)})
 
 
 def _recomputed(serving: Serving) -> int:
@@ -340,19 +352,21 @@ def _recomputed(serving: Serving) -> int:
     return int(config.csa2.sliding(decoder=True).keep)
 
 
-def _drafter(serving: Serving, runner: Runner, streams: dict[int, tuple[int, ...]] | None, states: int) -> Drafter:
+def _drafter(
+    serving: Serving, runner: Runner, streams: dict[int, tuple[int, ...]] | None, states: int, where: str
+) -> Drafter:
     if not serving.gamma:
         return NoDrafter(vocab=serving.vocab)
     if serving.quality >= 0 or serving.generation == "toy":
         return ScriptedDrafter(streams or {}, quality=serving.quality, gamma=serving.gamma, vocab=serving.vocab)
-    weights = _drawn_draft(serving.generation, serving.vocab, serving.seed, serving.gamma)
+    weights = _drawn_draft(serving.generation, serving.vocab, serving.seed, serving.gamma, where)
     return drafter_of(runner, weights, gamma=serving.gamma, states=states, draw=serving.draw)
 
 
 @lru_cache(maxsize=6)
-def _drawn_draft(generation: str, vocab: int, seed: int, gamma: int) -> Any:
+def _drawn_draft(generation: str, vocab: int, seed: int, gamma: int, where: str) -> Any:
     config, weights = _drawn_model(generation, vocab, seed)
-    return tiny_draft(generation, config, weights, seed=seed, gamma=gamma)
+    return _placed(tiny_draft(generation, config, weights, seed=seed, gamma=gamma), where)
 
 
 def _streams(
