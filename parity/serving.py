@@ -286,7 +286,8 @@ def runner_for(
         return ToyRunner(plan, vocab=serving.vocab, pages=limits.num_blocks, states=states, page_tokens=serving.page)
     config, weights = _model(serving, where)
     if serving.generation == "v41":
-        config = replace(config, csa2=replace(config.csa2, truncation=serving.truncation))
+        keep = 0 if serving.truncation is Truncation.OFF else config.csa2.plan.ring
+        config = replace(config, csa2=replace(config.csa2, truncation=serving.truncation, keep=keep))
     return runner_of(
         config,
         weights,
@@ -349,7 +350,7 @@ def _recomputed(serving: Serving) -> int:
     if serving.truncation is Truncation.OFF or serving.generation != "v41":
         return 1
     config, _ = _model(serving)
-    return int(config.csa2.sliding(decoder=True).keep)
+    return int(config.csa2.plan.ring)
 
 
 def _drafter(

@@ -330,6 +330,9 @@ SERVE = Op(
 )
 
 
+ROUNDED = 1e-6  # a certain token's log-probability is 0 but for the rounding of a renormalised sum
+
+
 @dataclass(frozen=True)
 class WellFormed:
     """Tokens of the vocabulary, at least one and no more than asked for, then -1; log-probabilities; reasons."""
@@ -341,7 +344,8 @@ class WellFormed:
         if got.dim() == 1:
             wrong = (got != int(Finish.STOP)) & (got != int(Finish.LENGTH))
         elif got.is_floating_point():
-            wrong = ~((got <= 0) & got.isfinite())
+            wrong = ~(got <= ROUNDED)
+            wrong |= ~got.isfinite()
         else:
             place_n, is_there = torch.arange(got.shape[1]), got >= 0
             wrong = (got >= arguments["serving"].vocab) | (is_there & (place_n >= limit_b1))
