@@ -298,7 +298,7 @@ def test_taps_are_heard_in_their_order() -> None:
     found.clear()
     block_v4(**draw_v4(V4Case(tokens=3), rng(12)), tap=heard(found))
     site = ["pre", "post", "comb", "x", "norm"]
-    expected = [*(f"attn.{n}" for n in [*site, "scores", "picks", "out"]), "stream.attn"]
+    expected = [*(f"attn.{n}" for n in [*site, "scores", "picks", "heads", "turned", "out"]), "stream.attn"]
     expected += [*(f"ffn.{n}" for n in [*site, "logits", "experts", "weights", "out"]), "stream.ffn"]
     assert list(found) == expected
     found.clear()

@@ -19,6 +19,7 @@ from deeptwin.reference.weights import MlaWeights
 
 
 def v3_fields(config: V3Config) -> dict[str, Any]:
+    """The configuration of V3 or V3.2 in the words of transformers."""
     a, router, index = config.attention, config.router, config.index
     fields = (
         {} if index is None else {"index_n_heads": index.heads, "index_head_dim": index.dim, "index_topk": index.topk}
@@ -50,6 +51,7 @@ def v3_fields(config: V3Config) -> dict[str, Any]:
 
 
 def v4_fields(config: V4Config) -> dict[str, Any]:
+    """The configuration of V4 in the words of transformers."""
     a, router, main = config.attention, config.router, config.num_layers
     names = {
         V4Kind.SLIDING: "sliding_attention",
