@@ -6,8 +6,8 @@ request by itself, the whole sequence computed again for every token, drawn by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +43,7 @@ from deeptwin.reference.philox import subsequences
 from deeptwin.reference.presets import V3Config, V4Config
 from deeptwin.reference.sampling import argmax_tokens, sample_logits
 from deeptwin.reference.structured_output import apply_masks, token_masks
+from deeptwin.reference.taps import Tap, ignore
 
 from .tiny_models import tiny_model
 from .toy_runner import ToyRunner, toy_logits
@@ -82,6 +83,20 @@ class Serving:
 Outputs = tuple[Tensor, Tensor, Tensor]  # token_bn int32, -1 behind; logprob_bn fp32, 0 behind; finish_b int32
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an engine is made of, for whoever puts another part in; what comes before a run is served by right parts."""
+
+    device: type[ModelDevice] = ModelDevice
+    overrides: Mapping[str, str] = field(default_factory=dict)  # of the plan
+    runner: Callable[[Runner], Any] = lambda runner: runner  # what stands in its place
+    backtracking: int | None = None  # positions that a ring can take back, as many as needed if None
+    tap: Tap = ignore
+
+
+RIGHT = Parts()
+
+
 def serve_reference(
     prompt_bs: Tensor,
     length_b: Tensor,
@@ -94,8 +109,25 @@ def serve_reference(
     serving: Serving,
 ) -> Outputs:
     """The engine on functions of the reference: what is judged is scheduling, caches, drafts and drawing."""
+    rows = (prompt_bs, length_b, max_tokens_b, arrival_b, temperature_b, top_p_b, seed_b)
+    return serve_with(*rows, serving=serving, parts=RIGHT)
+
+
+def serve_with(
+    prompt_bs: Tensor,
+    length_b: Tensor,
+    max_tokens_b: Tensor,
+    arrival_b: Tensor,
+    temperature_b: Tensor,
+    top_p_b: Tensor,
+    seed_b: Tensor,
+    *,
+    serving: Serving,
+    parts: Parts,
+) -> Outputs:
+    """`serve_reference` with other parts."""
     requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    return _columns(serve(requests, arrival_b.tolist(), serving=serving, backend="reference"))
+    return _columns(serve(requests, arrival_b.tolist(), serving=serving, backend="reference", parts=parts))
 
 
 def serve_triton(
@@ -174,7 +206,7 @@ def serve(
     *,
     serving: Serving,
     backend: str,
-    device: type[ModelDevice] = ModelDevice,
+    parts: Parts = RIGHT,
     hear: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Generation]:
     """Serve requests that arrive at the given steps; `hear` sees the engine behind every step."""
@@ -183,7 +215,7 @@ def serve(
     if serving.warm:
         early = [replace(r, prompt=r.prompt[: serving.warm]) for r in requests if len(r.prompt) >= serving.warm]
         engine_for(serving, early, backend, streams={}, store=store).generate(early)
-    engine = engine_for(serving, requests, backend, streams=streams, store=store, device=device)
+    engine = engine_for(serving, requests, backend, streams=streams, store=store, parts=parts)
     found: dict[int, Generation] = {}
     step = 0
     order = sorted(range(len(requests)), key=lambda i: (arrivals[i], i))
@@ -208,7 +240,7 @@ def engine_for(
     *,
     streams: dict[int, tuple[int, ...]] | None = None,
     store: Store | None = None,
-    device: type[ModelDevice] = ModelDevice,
+    parts: Parts = RIGHT,
 ) -> Engine:
     """An engine in which every request fits; a tight pool holds about two of them."""
     limits = schedule_of(serving, requests)
@@ -220,11 +252,13 @@ def engine_for(
         else None,
         vocabulary=vocabulary_of(serving.vocab) if serving.grammars else None,
     )
-    plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend)
-    runner = runner_for(serving, plan, limits, states=config.states)
+    plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend, parts.overrides)
+    runner = parts.runner(
+        runner_for(serving, plan, limits, states=config.states, backtracking=parts.backtracking)
+    )
     drafter = _drafter(serving, runner, streams)
     scheduler = type("Shuffled", (_Shuffled,), {"by": serving.shuffle}) if serving.shuffle else Scheduler
-    return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=device)
+    return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=parts.device, tap=parts.tap)
 
 
 def schedule_of(serving: Serving, requests: list[Generate]) -> SchedulerConfig:
@@ -251,10 +285,14 @@ def schedule_of(serving: Serving, requests: list[Generate]) -> SchedulerConfig:
     )
 
 
-def runner_for(serving: Serving, plan: Plan, limits: SchedulerConfig, *, states: int) -> Runner:
+def runner_for(
+    serving: Serving, plan: Plan, limits: SchedulerConfig, *, states: int, backtracking: int | None = None
+) -> Runner:
     """A tiny model, or the toy, over caches as large as the schedule needs."""
+    sizes = {"pages": limits.num_blocks, "states": states, "page_tokens": serving.page}
+    backtracking = limits.gamma + 1 if backtracking is None else backtracking
     if serving.generation == "toy":
-        return ToyRunner(plan, vocab=serving.vocab, pages=limits.num_blocks, states=states, page_tokens=serving.page)
+        return ToyRunner(plan, vocab=serving.vocab, backtracking=backtracking, **sizes)
     config, weights = _model(serving)
     if serving.generation == "v41":
         config = replace(config, csa2=replace(config.csa2, truncation=serving.truncation))
@@ -262,10 +300,8 @@ def runner_for(serving: Serving, plan: Plan, limits: SchedulerConfig, *, states:
         config,
         weights,
         plan,
-        pages=limits.num_blocks,
-        states=states,
-        page_tokens=serving.page,
-        backtracking=limits.gamma + 1,
+        **sizes,
+        backtracking=backtracking,
         positions=limits.max_positions,
     )
 

@@ -148,9 +148,13 @@ def _unchanged(*changes: tuple[str, dict[str, Any]]) -> Axis:
 def batch_composition(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
     """Requests alone, in pairs, twice, more and fewer at a time."""
     expected, count, limit_b = call(inputs), len(inputs["length_b"]), inputs["max_tokens_b"]
-    groups = [[0], [count - 1, 0], [0] * 9] if count < 20 else [list(range(0, count, 16))]
+    groups = [[0], [count - 1, 0]] if count < 20 else [list(range(0, count, 16))]
     for group in groups if count else []:
         yield f"requests {group}", call(_rows(inputs, group)), _of(expected, group, limit_b)
+    for copies in (7, 8, 9) if 0 < count < 20 else ():  # a limit that batches cross
+        serving = replace(inputs["serving"], max_requests=copies, budget=copies * len(inputs["prompt_bs"][0]))
+        many = _rows(inputs, [0] * copies) | {"serving": serving, "arrival_b": torch.zeros(copies).long()}
+        yield f"{copies} alike at once", call(many), _of(expected, [0] * copies, limit_b)
     for most in (1, 2) if count < 20 else (64,):
         serving = replace(inputs["serving"], max_requests=most)
         if count:
@@ -182,6 +186,30 @@ def neighbours(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]
             changed[name][1:] = value
         if count > 1:
             yield label, _row(call(inputs | changed), 0), _row(expected, 0)
+    drafted = {"serving": replace(inputs["serving"], gamma=2, quality=60), "temperature_b": torch.ones(count)}
+    seeds_b = inputs["seed_b"].clone()
+    seeds_b[1:] = 12345
+    if count > 1:
+        plain = call(inputs | drafted)
+        yield "other seeds, with drafts", _row(call(inputs | drafted | {"seed_b": seeds_b}), 0), _row(plain, 0)
+
+
+def continuation(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """Prompts that end with the beginning of their own answer go on alike: so their lengths have every residue."""
+    expected, length_b, limit_b = call(inputs), inputs["length_b"], inputs["max_tokens_b"]
+    for made in (1, 2, 3):
+        own_b = (expected["token_bn"] >= 0).sum(1)
+        rows = (own_b > made).nonzero()[:, 0].tolist()
+        few, width = _rows(inputs, rows), inputs["prompt_bs"].shape[1] + made
+        prompt_bs = torch.zeros(len(rows), width, dtype=torch.int32)
+        for place, b in enumerate(rows):
+            own = [*inputs["prompt_bs"][b, : length_b[b]].tolist(), *expected["token_bn"][b, :made].tolist()]
+            prompt_bs[place, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        few |= {"prompt_bs": prompt_bs, "length_b": few["length_b"] + made, "max_tokens_b": few["max_tokens_b"] - made}
+        rest = _of(expected, rows, limit_b)
+        rest = {name: x[:, made:] if x.dim() == 2 else x for name, x in rest.items()}
+        if rows:
+            yield f"behind {made} tokens", call(few), rest
 
 
 def grammars(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
@@ -262,6 +290,7 @@ MANY = ("batch_composition", "arrival_order")
 AXES: dict[str, tuple[str, Axis]] = {
     "batch_composition": ("batch composition", batch_composition),
     "arrival_order": ("arrival order", arrival_order),
+    "continuation": ("length of the prompt", continuation),
     "chunk_size": ("chunks of prompts", _unchanged(("budget 7", {"budget": 7}), ("budget 1000", {"budget": 1000}))),
     "page_size": ("page size", _unchanged(("pages of 32", {"page": 32}), ("pages of 48", {"page": 48}))),
     "page_order": ("order of pages and states", _unchanged(("1", {"shuffle": 1}), ("2", {"shuffle": 2}))),
