@@ -44,7 +44,8 @@ class Kill:
 
 def controls(card: Card, *, full: bool) -> list[Job]:
     """Jobs that judge the right variants: a mutant's death says nothing if its base dies too."""
-    return [job for op in card.ops if op.controls for job in plan(card, op, full=full, rows=op.controls)]
+    jobs = [job for op in card.ops if op.controls for job in plan(card, op, full=full, rows=op.controls)]
+    return [job for job in jobs if not all(row.declines(job.case) for row in job.candidates)]
 
 
 def hunt(runner: Runner, card: Card, op: Op, mutant: Mutant, *, full: bool) -> Kill:

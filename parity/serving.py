@@ -253,9 +253,7 @@ def engine_for(
         vocabulary=vocabulary_of(serving.vocab) if serving.grammars else None,
     )
     plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend, parts.overrides)
-    runner = parts.runner(
-        runner_for(serving, plan, limits, states=config.states, backtracking=parts.backtracking)
-    )
+    runner = parts.runner(runner_for(serving, plan, limits, states=config.states, backtracking=parts.backtracking))
     drafter = _drafter(serving, runner, streams)
     scheduler = type("Shuffled", (_Shuffled,), {"by": serving.shuffle}) if serving.shuffle else Scheduler
     return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=parts.device, tap=parts.tap)
@@ -289,10 +287,10 @@ def runner_for(
     serving: Serving, plan: Plan, limits: SchedulerConfig, *, states: int, backtracking: int | None = None
 ) -> Runner:
     """A tiny model, or the toy, over caches as large as the schedule needs."""
-    sizes = {"pages": limits.num_blocks, "states": states, "page_tokens": serving.page}
-    backtracking = limits.gamma + 1 if backtracking is None else backtracking
+    sizes: dict[str, Any] = {"pages": limits.num_blocks, "states": states, "page_tokens": serving.page}
+    sizes["backtracking"] = limits.gamma + 1 if backtracking is None else backtracking
     if serving.generation == "toy":
-        return ToyRunner(plan, vocab=serving.vocab, backtracking=backtracking, **sizes)
+        return ToyRunner(plan, vocab=serving.vocab, **sizes)
     config, weights = _model(serving)
     if serving.generation == "v41":
         config = replace(config, csa2=replace(config.csa2, truncation=serving.truncation))
@@ -301,7 +299,6 @@ def runner_for(
         weights,
         plan,
         **sizes,
-        backtracking=backtracking,
         positions=limits.max_positions,
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from deeptwin.optimized.verification import Greedy
 from deeptwin.reference.config import Draw, Truncation
 
-from ..card import Candidate, Card, Inputs, Op, Output, Outputs, Relation, variants
+from ..card import Candidate, Card, Inputs, Mutant, Op, Output, Outputs, Relation, variants
 from ..relations import CallFn, Context, first_difference
 from ..rules import Bitwise
 from ..serving import GENERATIONS, Serving
@@ -82,6 +82,8 @@ def cases_serve(full: bool) -> list[ServeCase]:
     found = [ServeCase(generation=g) for g in GENERATIONS]
     found += [ServeCase(generation="toy", requests=12, prompt=50, tokens=20), ServeCase(generation="toy", requests=0)]
     found += [replace(many, generation="toy", only=(*MANY, "chunk_size")), replace(many, layers=2)]
+    # groups of four that an answer completes
+    found.append(ServeCase(generation="v4", requests=1, tokens=10, only=("continuation", "draft_width"), regime="long"))
     if full:
         found += [replace(many, generation=g, seconds=3000.0) for g in ("v3", "v32", "v4", "v41")]
         found += [ServeCase(generation=g, requests=9, prompt=70, tokens=12, seconds=1000.0) for g in GENERATIONS]
@@ -325,8 +327,57 @@ RELATIONS = (
         name="declared_difference",
         axis="what is not promised",
         hook=not_promised,
-        only=lambda case: 0 < case.requests < 20 and case.generation != "toy",
+        only=lambda case: 0 < case.requests < 20,
     ),
+)
+
+
+def _elsewhere(case: ServeCase) -> str | None:
+    """Right parts in place of those that mutants exchange: what they cannot show, the small cases cannot either."""
+    return None if case.generation in ("toy", "v3") and case.requests == 4 else "right parts are tried on small cases"
+
+
+def _fault(name: str, entry: str, axis: str, fault: str, generation: str, *, requests: int = 4) -> Mutant:
+    """A mutant that its axis must catch, on the smallest case of a generation that shows it."""
+
+    def only(case: ServeCase) -> bool:
+        return (case.generation, case.requests) == (generation, requests) and not case.layers
+
+    return replace(_mutant(name, entry, fault), axis=axis, only=only)
+
+
+MUTANTS = (
+    _fault("state_not_carried", "U27", "chunk_size", "a later chunk finds no state of its open group", "v4"),
+    _fault(
+        "third_token_lost",
+        "U31",
+        "continuation",
+        "the last of 4 n + 3 tokens is not kept for its group",
+        "v4",
+        requests=1,
+    ),
+    _fault(
+        "verified_state_rounded",
+        "U32",
+        "draft_width",
+        "several rows leave another state than one by one",
+        "v4",
+        requests=1,
+    ),
+    _fault("tail_window_saved", "U33", "draft_width", "a group that drafts have left is not kept", "v4", requests=1),
+    _fault("stale_ring", "U34", "prefix_hit", "behind a hit the window is another request's", "toy"),
+    _fault("window_recomputed", "U35", "prefix_hit", "behind a hit no row sees the window before it", "toy"),
+    _fault("ring_of_the_window", "U36", "draft_width", "a ring without room for drafts", "toy"),
+    _fault("drafts_not_taken_back", "U62", "draft_width", "rows of rejected drafts stay in the cache", "v3"),
+    _fault("seed_of_the_prompt", "U65", "declared_difference", "all samples of a prompt have one seed", "toy"),
+    _fault("seed_of_a_neighbour", "U66", "neighbour_parameters", "drafts are judged with the last one's seed", "toy"),
+    _fault("seed_of_the_place", "U67", "arrival_order", "the seed is the place in the batch", "toy"),
+    _fault("seed_ignored", "U68", "declared_difference", "the seed that was asked for is not used", "toy"),
+    _fault("late_divergence", "U69", "batch_composition", "an ulp in one row of a thousand", "toy", requests=96),
+    _fault("combined_as_they_come", "U70", "batch_composition", "experts are added as they come", "v3"),
+    _fault("split_at_the_chunk", "U71", "chunk_size", "keys before a chunk and in it are summed apart", "v3"),
+    _fault("other_from_eight_rows", "U72", "batch_composition", "another kernel from eight rows on", "toy"),
+    _fault("split_by_batch", "U73", "batch_composition", "as many splits of the keys as requests", "v3"),
 )
 
 SERVE = Op(
@@ -343,6 +394,8 @@ SERVE = Op(
     out_rows={"token_bn": 0, "logprob_bn": 0, "finish_b": 0},
     relations=RELATIONS,
     candidates=(Candidate(name="reference-plan", function="deeptwin.parity.serving:serve_reference", archs=("cpu",)),),
+    mutants=MUTANTS,
+    controls=(replace(_control("right_parts"), declines=_elsewhere),),
 )
 
 CARD = Card(
