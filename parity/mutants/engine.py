@@ -32,24 +32,6 @@ from ..serving import Outputs, Parts, Serving, serve_with
 HERE = "deeptwin.parity.mutants.engine"
 
 
-def _serving(parts: Parts) -> Callable[..., Outputs]:
-    def serve(
-        prompt_bs: Tensor,
-        length_b: Tensor,
-        max_tokens_b: Tensor,
-        arrival_b: Tensor,
-        temperature_b: Tensor,
-        top_p_b: Tensor,
-        seed_b: Tensor,
-        *,
-        serving: Serving,
-    ) -> Outputs:
-        rows = (prompt_bs, length_b, max_tokens_b, arrival_b, temperature_b, top_p_b, seed_b)
-        return serve_with(*rows, serving=serving, parts=parts)
-
-    return serve
-
-
 # devices
 
 
@@ -112,14 +94,6 @@ class _NoSeed(_Seeded):
         return [0] * len(items)
 
 
-stale_ring = _serving(Parts(device=_StaleState))
-window_recomputed = _serving(Parts(device=_EmptyWindow))
-seed_of_the_prompt = _serving(Parts(device=_SeedOfThePrompt))
-seed_of_a_neighbour = _serving(Parts(device=_SeedOfTheLast))
-seed_of_the_place = _serving(Parts(device=_SeedOfThePlace))
-seed_ignored = _serving(Parts(device=_NoSeed))
-
-
 # runners
 
 
@@ -155,11 +129,6 @@ def _nudged(logits_yv: Tensor, rows: Tensor) -> Tensor:
     logits_yv, top_y = logits_yv.clone(), logits_yv.argmax(1)[rows]
     logits_yv[rows, top_y] = torch.nextafter(logits_yv[rows, top_y], torch.tensor(torch.inf))
     return logits_yv
-
-
-other_from_eight_rows = _serving(Parts(runner=_EightRows))
-late_divergence = _serving(Parts(runner=_RareRows))
-ring_of_the_window = _serving(Parts(backtracking=1))
 
 
 # attention of V3
@@ -351,12 +320,63 @@ def _planned(**functions: str) -> Parts:
     return Parts(overrides={name.replace("_", ".", 1): f"{HERE}:{function}" for name, function in functions.items()})
 
 
-split_by_batch = _serving(_planned(mla_mla_step_="mla_split_by_batch"))
-split_at_the_chunk = _serving(_planned(mla_mla_step_="mla_split_at_the_chunk"))
-drafts_not_taken_back = _serving(_planned(mla_mla_step_="mla_first_write_stays"))
-combined_as_they_come = _serving(_planned(moe_plain_experts="experts_as_they_come"))
-state_not_carried = _serving(_planned(csa_csa_step_="csa_chunk_anew", hca_hca_step_="hca_chunk_anew"))
-third_token_lost = _serving(_planned(csa_csa_step_="csa_without_third", hca_hca_step_="hca_without_third"))
-verified_state_rounded = _serving(_planned(csa_csa_step_="csa_verified_rounded", hca_hca_step_="hca_verified_rounded"))
-tail_window_saved = _serving(_planned(csa_csa_step_="csa_tail_kept", hca_hca_step_="hca_tail_kept"))
-right_parts = _serving(_planned(mla_mla_step_="mla_not_split", moe_plain_experts="experts_by_number"))
+# what every engine has that is not right
+
+PARTS = {
+    "stale_ring": Parts(device=_StaleState),
+    "window_recomputed": Parts(device=_EmptyWindow),
+    "seed_of_the_prompt": Parts(device=_SeedOfThePrompt),
+    "seed_of_a_neighbour": Parts(device=_SeedOfTheLast),
+    "seed_of_the_place": Parts(device=_SeedOfThePlace),
+    "seed_ignored": Parts(device=_NoSeed),
+    "other_from_eight_rows": Parts(runner=_EightRows),
+    "late_divergence": Parts(runner=_RareRows),
+    "ring_of_the_window": Parts(backtracking=1),
+    "split_by_batch": _planned(mla_mla_step_="mla_split_by_batch"),
+    "split_at_the_chunk": _planned(mla_mla_step_="mla_split_at_the_chunk"),
+    "drafts_not_taken_back": _planned(mla_mla_step_="mla_first_write_stays"),
+    "combined_as_they_come": _planned(moe_plain_experts="experts_as_they_come"),
+    "state_not_carried": _planned(csa_csa_step_="csa_chunk_anew", hca_hca_step_="hca_chunk_anew"),
+    "third_token_lost": _planned(csa_csa_step_="csa_without_third", hca_hca_step_="hca_without_third"),
+    "verified_state_rounded": _planned(csa_csa_step_="csa_verified_rounded", hca_hca_step_="hca_verified_rounded"),
+    "tail_window_saved": _planned(csa_csa_step_="csa_tail_kept", hca_hca_step_="hca_tail_kept"),
+    "right_parts": _planned(mla_mla_step_="mla_not_split", moe_plain_experts="experts_by_number"),
+}
+
+
+def _serving(name: str) -> Callable[..., Outputs]:
+    def serve(
+        prompt_bs: Tensor,
+        length_b: Tensor,
+        max_tokens_b: Tensor,
+        arrival_b: Tensor,
+        temperature_b: Tensor,
+        top_p_b: Tensor,
+        seed_b: Tensor,
+        *,
+        serving: Serving,
+    ) -> Outputs:
+        rows = (prompt_bs, length_b, max_tokens_b, arrival_b, temperature_b, top_p_b, seed_b)
+        return serve_with(*rows, serving=serving, parts=PARTS[name])
+
+    return serve
+
+
+stale_ring = _serving("stale_ring")
+window_recomputed = _serving("window_recomputed")
+seed_of_the_prompt = _serving("seed_of_the_prompt")
+seed_of_a_neighbour = _serving("seed_of_a_neighbour")
+seed_of_the_place = _serving("seed_of_the_place")
+seed_ignored = _serving("seed_ignored")
+other_from_eight_rows = _serving("other_from_eight_rows")
+late_divergence = _serving("late_divergence")
+ring_of_the_window = _serving("ring_of_the_window")
+split_by_batch = _serving("split_by_batch")
+split_at_the_chunk = _serving("split_at_the_chunk")
+drafts_not_taken_back = _serving("drafts_not_taken_back")
+combined_as_they_come = _serving("combined_as_they_come")
+state_not_carried = _serving("state_not_carried")
+third_token_lost = _serving("third_token_lost")
+verified_state_rounded = _serving("verified_state_rounded")
+tail_window_saved = _serving("tail_window_saved")
+right_parts = _serving("right_parts")
