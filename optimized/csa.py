@@ -27,9 +27,9 @@ from deeptwin.reference.v4_weights import V4Weights, owned
 
 from .hadamard import hadamard_triton
 from .indexer import index_scores_paged_triton, index_weights_triton
+from .products_v4 import product, rotated
 from .quant import quantize_triton
 from .topk import topk_triton
-from .v4_layer import product, rotated
 
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.csa import HeadNormLaunch
@@ -176,7 +176,7 @@ def csa_run_triton(
     _require_steps(x_tm, batch, config, V4Kind.CSA)
     _require_parts(caches, V4Kind.CSA)
     _require_fp4(config)
-    from .v4_step import csa_step_triton_
+    from .attention_v4 import csa_step_triton_
 
     caches = caches.clone()
     y_tm = torch.empty_like(x_tm, memory_format=torch.contiguous_format)

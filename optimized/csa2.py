@@ -15,7 +15,7 @@ from deeptwin.reference.csa2_state import Csa2Batch, Csa2Caches, Csa2Step
 from deeptwin.reference.topology import LayerMode
 from deeptwin.reference.weights import Csa2Weights
 
-from .csa2_layer import (
+from .attention_v41 import (
     csa2_attention_triton_,
     csa2_compact_triton,
     csa2_compress_triton_,

@@ -34,12 +34,17 @@ class DraftBatch:
 
     `requests` says where they stand and how they draw: golden_b, that token; first_b, the position of the first row of
     their last step, or of the last row of a prefill with accepted_b 0; -1 for padding. All of it int64 but temperature
-    and top-p.
+    and top-p. A request without a newest token, because its row could not be drawn, counts as padding.
     """
 
     requests: DraftRequests
     ids: tuple[int, ...]  # the names of the requests
     table_bp: Tensor  # int32, pages of a request, in order
+
+    @property
+    def real_b(self) -> Tensor:
+        """Which requests are none of padding."""
+        return (self.requests.first_b >= 0) & (self.requests.golden_b >= 0)
 
 
 class Drafter(Protocol):

@@ -68,7 +68,7 @@ class DsparkDrafter:
         requests, model = batch.requests, self.model
         ids_bj, positions_bj, slots_bj, seen_bk = self.ops.op("dspark.draft_rows")(
             requests.golden_b,
-            requests.first_b,
+            torch.where(batch.real_b, requests.first_b, -1),
             requests.accepted_b,
             requests.state_b,
             requests.valid_b,

@@ -225,7 +225,7 @@ class MtpDrafter:
         Raises:
             ValueError: the hidden state of a request's newest key is not there.
         """
-        real_b = batch.requests.first_b >= 0
+        real_b = batch.real_b
         own = DraftRequests(**{name: x[real_b] for name, x in vars(batch.requests).items()})
         table_bp, state_b, valid_b = batch.table_bp[real_b], own.state_b.long(), own.valid_b
         position_b, token_b = own.first_b.long() + own.accepted_b.long(), own.golden_b.long()

@@ -12,9 +12,9 @@ from deeptwin.reference.config import DsaConfig, IndexerRope, PageLayout
 from deeptwin.reference.dsa_state import DsaState, DsaWeights
 from deeptwin.reference.weights import Latents
 
+from .attention_v3 import absorbed_output, absorbed_query, latent_rows, softmax_scale
 from .kv_cache import WIDE, _wide_record
 from .linear import linear_triton
-from .mla_step import absorbed_output, absorbed_query, latent_rows, softmax_scale
 from .quant import quantize_triton
 from .sparse_attn import sparse_attn_triton
 from .topk import topk_triton

@@ -20,7 +20,7 @@ from deeptwin.reference.taps import Tap, ignore
 
 from .drafter import DraftBatch, Drafter
 from .engine_store import NO_HIT, Hit, PrefixReuse
-from .scheduler import Item, Result, StepPlan, first_position, verified_rows
+from .scheduler import Item, Result, StepPlan
 from .steps import Runner
 from .structured_output import Automaton
 from .verification import (
@@ -178,8 +178,8 @@ class ModelDevice:
     def _decode(self, plan: StepPlan) -> dict[int, Result]:
         items, tracks = plan.items, [self.tracks[item.id] for item in plan.items]
         rates = {i: self.tracks[i].rates for i in self.accepted if i in self.tracks}
-        rows = verified_rows(plan, rates, self.config)
-        starts = [first_position(item, self.accepted, self.config) for item in items]
+        rows = plan.verified_rows(rates, self.config)
+        starts = [item.first_position(self.accepted, self.config) for item in items]
         for item, start, track in zip(items, starts, tracks, strict=True):
             if start != len(track.tokens) - 1:
                 raise RuntimeError(f"request {item.id}: a row at {start}, but {len(track.tokens)} tokens are known")

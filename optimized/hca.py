@@ -10,8 +10,8 @@ from deeptwin.reference.csa2_state import Csa2Batch
 from deeptwin.reference.v4_state import V4Caches
 from deeptwin.reference.v4_weights import V4Weights, owned
 
+from .attention_v4 import hca_step_triton_
 from .csa import _require_parts, _require_steps, _whole_sequences
-from .v4_step import hca_step_triton_
 
 
 def hca_attention_triton(

@@ -279,6 +279,16 @@ class Item:
     is_last: bool = True
     rates_of: tuple[int, int] = (-1, -1)  # steps whose rates chose the number of rows, and their distribution
 
+    def first_position(self, accepted: Mapping[int, int], config: SchedulerConfig) -> int:
+        """The position of its first row: its keys, less those of drafts that the step before did not accept.
+
+        `accepted` are the drafts accepted in that step, if it decoded; the scheduler counts as if all were.
+        """
+        keys = self.keys
+        if config.asynchronous and self.id in accepted:
+            keys -= config.gamma - accepted[self.id]
+        return keys - self.rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
@@ -287,6 +297,17 @@ class StepPlan:
     step: int
     kind: StepKind
     items: tuple[Item, ...] = ()
+
+    def verified_rows(self, rates: Mapping[int, Sequence[float]], config: SchedulerConfig) -> list[int]:
+        """Rows of every request: with a step in flight the same total, given out by rates that the scheduler lacks.
+
+        `rates` are those of the step before; a request that was not in it has none.
+        """
+        rows = [item.rows for item in self.items]
+        if not (config.asynchronous and config.scheduled_verification):
+            return rows
+        nothing = (0.0,) * config.gamma
+        return _allocated_rows([rates.get(item.id, nothing) for item in self.items], sum(rows) - len(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -532,32 +553,6 @@ def _allocated_rows(rates: Sequence[Sequence[float]], drafts: int) -> list[int]:
     return rows
 
 
-# what every device knows of a step that was planned before the one in flight was known
-
-
-def verified_rows(plan: StepPlan, rates: Mapping[int, Sequence[float]], config: SchedulerConfig) -> list[int]:
-    """Rows of every request: with a step in flight the same total, given out by rates that the scheduler lacks.
-
-    `rates` are those of the step before; a request that was not in it has none.
-    """
-    rows = [item.rows for item in plan.items]
-    if not (config.asynchronous and config.scheduled_verification):
-        return rows
-    nothing = (0.0,) * config.gamma
-    return _allocated_rows([rates.get(item.id, nothing) for item in plan.items], sum(rows) - len(rows))
-
-
-def first_position(item: Item, accepted: Mapping[int, int], config: SchedulerConfig) -> int:
-    """The position of an item's first row: its keys, less those of drafts that the step before did not accept.
-
-    `accepted` are the drafts accepted in the step before, if that decoded; the scheduler counts as if all were.
-    """
-    keys = item.keys
-    if config.asynchronous and item.id in accepted:
-        keys -= config.gamma - accepted[item.id]
-    return keys - item.rows
-
-
 # a device with a toy model
 
 WRAP = 2**64
@@ -591,7 +586,7 @@ class ToyDevice:
 
     def rows(self, plan: StepPlan) -> list[int]:
         """Rows of every request."""
-        return verified_rows(plan, {i: self.proposals[i][2] for i in self.accepted}, self.config)
+        return plan.verified_rows({i: self.proposals[i][2] for i in self.accepted}, self.config)
 
     def prefill(self, item: Item) -> Result:
         """A chunk's keys, and the token behind its last row; placeholder drafts, which nobody trusts."""
@@ -617,7 +612,7 @@ class ToyDevice:
 
     def start(self, item: Item) -> int:
         """The position of an item's first row."""
-        return first_position(item, self.accepted, self.config)
+        return item.first_position(self.accepted, self.config)
 
     def agreed(self, drafts: Sequence[int], outputs: Sequence[int]) -> int:
         """Leading drafts that equal the outputs before them."""

@@ -195,10 +195,9 @@ def verify(
         again_t, empty_t = ops.op("sampling.sample_probs")(weights_tv, seed_t, stream[DrawUse.RESIDUAL], draw=draw)
         spare_t = largest_t if draw is Draw.NVIDIA else ops.op("sampling.argmax_tokens")(target_tv)[0]
         token_t = torch.where(fresh_t, token_t, torch.where(empty_t == RowError.NONE, again_t, spare_t))
-    # greedy rows are settled by their logits, and rows that cannot be drawn by nothing
-    good_t = error_t == RowError.NONE
-    accepted_t = good_t & torch.where(argmax_t, (draft_t == largest_t) & (draft_t >= 0), accepted_t)
-    token_t = torch.where(good_t, torch.where(argmax_t, largest_t, token_t), -1)
+    # greedy rows are settled by their logits; one that cannot be drawn has no largest, nor a target to accept by
+    accepted_t = torch.where(argmax_t, (draft_t == largest_t) & (draft_t >= 0), accepted_t)
+    token_t = torch.where(argmax_t, largest_t, torch.where(error_t == RowError.NONE, token_t, -1))
     count_b, final_b, packed_t, stopped_b = ops.op("dspark_verify.verify_pack")(
         accepted_t, token_t, draft_t, forced_t, rows.length_b, rows.stop_bk, draft=0 if pool is None else pool.draft
     )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,6 +24,9 @@ from .environment import facts
 from .files import replacing, write_json
 from .gate import Job, Runner, Settings, plan, reference_row
 from .outcome import BUILT, EXIT_FAILED, EXIT_NOT_RUN, EXIT_USAGE, Outcome, Status, exit_status
+
+if TYPE_CHECKING:
+    from .bisect import Compared
 
 app = typer.Typer(
     help="Judge a fast kernel against the readable reference: right or wrong, and on which smallest input.",
@@ -741,6 +744,52 @@ def bisect_command(
         found = list(walk)
     except (BadDump, bisect.BadMap) as error:
         fail(str(error))
+    _tell_walk(found, json_path)
+
+
+@app.command("layer")
+def layer_command(
+    checkpoint: Annotated[Path, typer.Argument(help="Directory of the checkpoint: config.json and safetensors.")],
+    dump: Annotated[Path, typer.Argument(help="Folder of the dump of your engine.")],
+    layer: Annotated[int, typer.Option("--layer", help="The layer, from 0.")],
+    names: Annotated[
+        Path | None, typer.Option("--map", help="JSON list of rules: how the dump calls the reference's stages.")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option("--limit", help="Relative distance that a row may have, in place of R1's budget.")
+    ] = None,
+    step: Annotated[int, typer.Option("--step", help="Step of the dump.")] = 0,
+    rank: Annotated[int, typer.Option("--rank", help="Rank of the dump.")] = 0,
+    json_path: JsonPath = None,
+) -> None:
+    """Judge one layer of a checkpoint: the reference computes it from the dump's hidden states, stage by stage.
+
+    Only this layer's tensors are read, so the checkpoint may be larger than the machine.
+    Example: `deeptwin layer DeepSeek-V4-Flash dumps/mine --layer 3 --map names.json`
+    """
+    from deeptwin.reference.checkpoint import open_model
+
+    from . import bisect
+    from .capture import Dump
+    from .layer import Given, judge_layer
+
+    if limit is not None and not limit > 0:
+        fail(f"limit: expected a positive relative distance, got {limit}")
+    try:
+        rules = None if names is None else bisect.read_map(names)
+        given = Given(dump=Dump(dump), rules=rules, step=step, rank=rank)
+        walk = judge_layer(open_model(checkpoint), layer, given, limit=limit)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        fail(str(error))
+    if walk.open_tokens:
+        console.print(f"not judged, their choices are close: tokens {walk.open_tokens}")
+    _tell_walk(walk.stages, json_path)
+
+
+def _tell_walk(found: Sequence[Compared], json_path: Path | None) -> NoReturn:
+    """Print a walk over stages, write it, and leave with what it says."""
+    from . import bisect
+
     bisect.show(console, found)
     if json_path is not None:
         write_json(json_path, bisect.to_json(found))
@@ -751,14 +800,37 @@ def bisect_command(
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    generate: Annotated[bool, typer.Option("--generate", help="Let the engine write, instead of judging.")] = False,
+    generation: Annotated[
+        list[str] | None, typer.Option("--generation", help="v3, v32, v4 or v41 (repeatable); by default all of them.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", help="What computes: reference, vectorised or triton.")
+    ] = "reference",
+    plan: Annotated[
+        list[str] | None,
+        typer.Option("--plan", help="COMPONENT=CANDIDATE, or COMPONENT.OPERATION=module:function (repeatable)."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of every request.")] = 16,
+) -> None:
     """The main job in two minutes: shipped kernels, somebody else's attention on real text, and a wrong kernel.
 
-    Example: `deeptwin demo`
-    """
-    from .demo import play
+    With --generate tiny models with drawn weights continue real texts through the engine, and each text again alone.
 
-    raise typer.Exit(play(console))
+    Examples: `deeptwin demo`, `deeptwin demo --generate --generation v41 --plan mhc=reference`
+    """
+    from . import demo as scenes
+    from . import demo_generate
+
+    if not generate:
+        raise typer.Exit(scenes.play(console))
+    chosen = generation or list(demo_generate.GENERATIONS)
+    try:
+        overrides = demo_generate.parsed(plan or [])
+        raise typer.Exit(demo_generate.play(console, chosen, backend=backend, overrides=overrides, tokens=tokens))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def main() -> None:

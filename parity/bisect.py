@@ -31,6 +31,7 @@ from .rules import Budget, Judgement, worst_at
 SCHEMA = "deeptwin.bisect/1"
 # relative distance of a row that depth alone explains, in units of the coarser dtype: 2^-8 of bf16 gives 0.0625
 DEFAULT_LIMIT_UNITS = 16.0
+DEFAULT_BUDGET = Budget()
 
 
 class BadMap(ValueError):
@@ -42,13 +43,16 @@ class MapRule:
     """How a stage of the reference is called in the other dump; `{layer}` and other braces stand for a run of digits.
 
     `shape` (with one −1) is given to the candidate's tensor first, `dims` names its axes then. Axes that only the
-    candidate names must have length one; the others are put in the reference's order.
+    candidate names must have length one; the others are put in the reference's order. `reshape`: as many values in the
+    same order, on other axes. `unordered`: a row is a set (experts of a token, their weights), both are sorted.
     """
 
     reference: str
     candidate: str
     dims: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
+    reshape: bool = False
+    unordered: bool = False
 
     def name_of(self, stage: str) -> str | None:
         """The candidate's name of a reference stage, or None if the rule is not for it."""
@@ -105,30 +109,36 @@ def compare(
     rival: Dump | None = None,
     rules: list[MapRule] | None = None,
     limit: float | None = None,
+    budget: Budget = DEFAULT_BUDGET,
 ) -> Iterator[Compared]:
     """Every stage of the reference beside its stage in the candidate, in order.
 
     The reference is the truth, the SEMANTIC run if there is a `rival`: the same stages under RIVAL. Without `rules` the
-    names are the same. `limit` is the relative distance that a row may have, instead of 16 units of the coarser dtype.
+    names are the same. `limit` is the relative distance that a row may have, instead of 16 units of the coarser dtype;
+    `budget` is the rule that judges with a `rival`.
 
     Raises:
         BadDump: a tensor cannot be read, or the rival lacks a stage that both others have.
     """
     theirs = {stage.key: stage for stage in candidate.stages}
     for stage in reference.stages:
-        rule = _rule_for(stage, rules)
+        rule = rule_for(stage, rules)
         name = None if rule is None else rule.name_of(stage.name)
         other = None if name is None else theirs.get(f"{name}@{stage.step}.{stage.rank}")
         if rule is None or other is None:
             yield Compared(stage=stage, candidate=name or "-", status="absent", message="not in the candidate's dump")
             continue
         expected = reference.tensor(stage)
+        yardstick = None if rival is None else _yardstick(rival, stage)
         try:
-            got = _aligned(candidate.tensor(other), other, rule, stage)
-        except _Misfit as error:
+            got = aligned(candidate.tensor(other), other, rule, stage)
+        except Misfit as error:
             yield Compared(stage=stage, candidate=other.name, status="differs", used=torch.inf, message=str(error))
             continue
-        yield _judged(stage, other, got, expected, None if rival is None else _yardstick(rival, stage), limit)
+        if rule.unordered:
+            got, expected = got.sort(-1).values, expected.sort(-1).values
+            yardstick = None if yardstick is None else yardstick.sort(-1).values
+        yield _judged(stage, other, got, expected, yardstick, limit, budget)
 
 
 def _yardstick(rival: Dump, stage: Stage) -> Tensor:
@@ -141,37 +151,44 @@ def _yardstick(rival: Dump, stage: Stage) -> Tensor:
     return rival.tensor(same)
 
 
-def _rule_for(stage: Stage, rules: list[MapRule] | None) -> MapRule | None:
+def rule_for(stage: Stage, rules: list[MapRule] | None) -> MapRule | None:
+    """The first rule for a stage; without rules, the one that keeps its name."""
     if rules is None:
         return MapRule(reference=stage.name, candidate=stage.name.replace("{", "{{").replace("}", "}}"))
     return next((rule for rule in rules if rule.name_of(stage.name) is not None), None)
 
 
-class _Misfit(ValueError):
+class Misfit(ValueError):
     """The candidate's tensor cannot be laid beside the reference's."""
 
 
-def _aligned(x: Tensor, stage: Stage, rule: MapRule, reference: Stage) -> Tensor:
-    """The candidate's tensor with the axes of the reference."""
+def aligned(x: Tensor, stage: Stage, rule: MapRule, reference: Stage) -> Tensor:
+    """The candidate's tensor with the axes of the reference.
+
+    Raises:
+        Misfit: it has no such axes, or another shape.
+    """
+    if rule.reshape and x.numel() == math.prod(reference.shape):
+        return x.reshape(reference.shape)
     if rule.shape:
         try:
             x = x.reshape(rule.shape)
         except RuntimeError as error:
-            raise _Misfit(f"shape {tuple(x.shape)} cannot become {list(rule.shape)}") from error
+            raise Misfit(f"shape {tuple(x.shape)} cannot become {list(rule.shape)}") from error
     dims = rule.dims or stage.dims
     if dims and reference.dims:
         if len(dims) != x.dim() or len(set(dims)) != len(dims):
-            raise _Misfit(f"dims {list(dims)} do not name the axes of {tuple(x.shape)}")
+            raise Misfit(f"dims {list(dims)} do not name the axes of {tuple(x.shape)}")
         surplus = [i for i, name in enumerate(dims) if name not in reference.dims]
         missing = [name for name in reference.dims if name not in dims]
         if missing or any(x.shape[i] != 1 for i in surplus):
-            raise _Misfit(f"axes {list(dims)} of {tuple(x.shape)} against {list(reference.dims)} of {reference.shape}")
+            raise Misfit(f"axes {list(dims)} of {tuple(x.shape)} against {list(reference.dims)} of {reference.shape}")
         order = [dims.index(name) for name in reference.dims]
         x = x.permute(*surplus, *order).reshape([x.shape[i] for i in order])
     elif x.dim() == len(reference.shape) + 1 and x.shape[0] == 1:
         x = x[0]  # a batch of one, which most torch models have
     if tuple(x.shape) != reference.shape:
-        raise _Misfit(f"shape {tuple(x.shape)} against {reference.shape}")
+        raise Misfit(f"shape {tuple(x.shape)} against {reference.shape}")
     return x
 
 
@@ -191,7 +208,13 @@ class _Views:
 
 
 def _judged(
-    stage: Stage, other: Stage, got: Tensor, expected: Tensor, rival: Tensor | None, limit: float | None
+    stage: Stage,
+    other: Stage,
+    got: Tensor,
+    expected: Tensor,
+    rival: Tensor | None,
+    limit: float | None,
+    budget: Budget,
 ) -> Compared:
     if not {got.dtype, expected.dtype} <= {torch.bfloat16, torch.float16, torch.float32, torch.float64}:
         return _judged_exactly(stage, other, got, expected)
@@ -209,9 +232,9 @@ def _judged(
         text = f"largest relative distance of a row {largest:.3g}, allowed {allowed:.3g}"
         judgement = Judgement(ok=largest <= allowed, used=largest / allowed, message=text)
     else:
-        judgement = Budget().judge(got, views)
-        allowed = 2.0 * _row_distance(views.rival, truth).max().item()
-    guess = "" if judgement.ok or got.dim() == 0 else diagnose(got, views, Budget())
+        judgement = budget.judge(got, views)
+        allowed = budget.row * _row_distance(views.rival, truth).max().item()
+    guess = "" if judgement.ok or got.dim() == 0 else diagnose(got, views, budget)
     return _outcome(stage, other, _wrong_elements(got, truth, distance, allowed), judgement, guess, got, expected)
 
 

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,12 @@ from .floats import raw_bytes
 FORMAT = "deeptwin.dump/1"
 MANIFEST = "manifest.json"
 SHARD_BYTES = 1 << 28  # a file is written whenever so much waits in memory
+
+
+class Recorder(Protocol):
+    """What stages are told to: a `DumpWriter`, or a function that keeps them."""
+
+    def __call__(self, name: str, x: Tensor, *, step: int = 0, rank: int = 0) -> None: ...
 
 
 class BadDump(ValueError):
@@ -167,27 +173,40 @@ def _stage(entry: Mapping[str, Any]) -> Stage:
 
 @contextmanager
 def captured(
-    module: nn.Module, write: DumpWriter, *, only: Sequence[str] = ("*",), step: int = 0, rank: int = 0
+    module: nn.Module,
+    write: Recorder,
+    *,
+    only: Sequence[str] = ("*",),
+    inputs: Sequence[str] = (),
+    step: int = 0,
+    rank: int = 0,
 ) -> Iterator[None]:
     """Record the output of every submodule whose dotted name fits a pattern of `only`, while the block runs.
 
     A tuple or mapping gives one stage for each tensor in it: `name.0` or `name.key`. A module that runs again within
-    the block gives `name#2`, `name#3` and so on. The root module has the name `model`.
+    the block gives `name#2`, `name#3` and so on. The root module has the name `model`. Modules whose names fit a
+    pattern of `inputs` give what they are called with too: `name.input.0`, or `name.input.key` of a keyword argument.
     """
     calls: dict[str, int] = {}
 
+    def fits(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
     def hook(name: str) -> Any:
-        def record(_module: nn.Module, _args: Any, output: Any) -> None:
+        def record(_module: nn.Module, args: Any, named: Any, output: Any) -> None:
             calls[name] = calls.get(name, 0) + 1
             label = name if calls[name] == 1 else f"{name}#{calls[name]}"
-            for part, x in _tensors(label, output):
+            given = {str(i): x for i, x in enumerate(args)} | named
+            told = [*_tensors(f"{label}.input", given)] if fits(name, inputs) else []
+            told += _tensors(label, output) if fits(name, only) else []
+            for part, x in told:
                 write(part, x, step=step, rank=rank)
 
         return record
 
-    named = [(name or "model", child) for name, child in module.named_modules()]
-    chosen = [(name, child) for name, child in named if any(fnmatch.fnmatchcase(name, p) for p in only)]
-    handles = [child.register_forward_hook(hook(name)) for name, child in chosen]
+    modules = [(name or "model", child) for name, child in module.named_modules()]
+    chosen = [(name, child) for name, child in modules if fits(name, (*only, *inputs))]
+    handles = [child.register_forward_hook(hook(name), with_kwargs=True) for name, child in chosen]
     try:
         yield
     finally:

@@ -157,6 +157,7 @@ class Op:
     mutants: tuple[Mutant, ...] = ()
     controls: tuple[Candidate, ...] = ()  # right variants of the mutants' base: each must pass
     golden: Callable[[], Sequence[Any]] = tuple
+    judges_reference: bool = True  # False: the reference is the truth by its form, and too slow for relations
 
     def case(self, case_id: str, *, full: bool = True) -> Any:
         """The case named `case_id`; KeyError if there is none."""

@@ -241,6 +241,15 @@ KINDS = {
         cases=_default_cases("block", "blocks_v41"),
         kill_seeds=5,
     ),
+    "model-v3": Kind(
+        component="model", op="model_v3", output="logits_tv", cases=_default_cases("model", "model_v3"), kill_seeds=5
+    ),
+    "model-v4": Kind(
+        component="model", op="model_v4", output="logits_tv", cases=_default_cases("model", "model_v4"), kill_seeds=5
+    ),
+    "model-v41": Kind(
+        component="model", op="model_v41", output="logits_tv", cases=_default_cases("model", "model_v41"), kill_seeds=3
+    ),
     "draft-hidden": Kind(
         component="dspark",
         op="draft_hidden",

@@ -80,7 +80,7 @@ def plan(card: Card, op: Op, *, full: bool, device: str = "cpu", rows: Sequence[
     arch = "cpu" if device == "cpu" else None
     if rows is None:
         own = [c for c in op.candidates if arch is None or arch in c.archs]
-        candidates = (reference_row(op), *own) if device == "cpu" else tuple(own)
+        candidates = (reference_row(op), *own) if device == "cpu" and op.judges_reference else tuple(own)
         peers = op.peers if device == "cpu" else ()
     else:
         candidates, peers = tuple(rows), ()

@@ -22,17 +22,17 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from deeptwin.reference.config import ResidualNorm, WeightCast
 from deeptwin.reference.model import model_v3, model_v4
 from deeptwin.reference.model_weights import V3Model, V4Model
 from deeptwin.reference.numerics import SEMANTIC
 from deeptwin.reference.presets import V3Config, V4Config, tiny_v3, tiny_v4_flash, tiny_v4_pro, tiny_v32
 
-from .cards.block import plain_v4
+from .bisect import MapRule, read_map
+from .cards.block import plain_v3, plain_v4
 from .environment import facts, fixed_numerics
 from .files import write_json
 from .floats import row_rms
-from .peers.block import Stages, build, stages
+from .peers.model import build, map_of, stages
 
 RECORD = Path(__file__).with_name("evidence") / "peers.json"
 LIMIT = 1e-5  # relative distance of a stage; measured 1.2e-6 at most
@@ -45,6 +45,11 @@ MODELS: dict[str, Callable[[], V3Config | V4Config]] = {
     "v4_pro": tiny_v4_pro,
 }
 DISCRETE = ("experts", "picks")
+# what the map for `deeptwin bisect` leaves out: transformers picks keys in the future too and masks them later
+PICKS = tuple(
+    MapRule(reference="layers.{i}.attn.picks", candidate=f"model.layers.{{i}}.self_attn.{owner}indexer")
+    for owner in ("compressor.", "")
+)
 CAUSES = {
     "v3": "library order of fp32 products and sums; the routing weight behind the down projection and 1e-20 in its sum",
     "v32": "as v3; index scores in another order",
@@ -61,9 +66,7 @@ def config_of(model: str, *, eps: bool) -> V3Config | V4Config:
         config = plain_v4(config)
         mhc = replace(config.mhc, eps=0.05, norm_eps=0.03)
         return replace(config, mhc=mhc, norm_eps=0.03) if eps else config
-    index = None if config.index is None else replace(config.index, key=None, latent=None)
-    attention = replace(config.attention, weight_cast=WeightCast.BEFORE_WEIGHT)
-    config = replace(config, attention=attention, index=index, residual=ResidualNorm.ROUNDED)
+    config = plain_v3(config)
     return replace(config, norm_eps=0.03) if eps else config
 
 
@@ -74,7 +77,7 @@ def compare(model: str, run: str, *, seed: int = 1) -> dict[str, dict[str, float
     rng = np.random.Generator(np.random.Philox(seed))
     token_t = torch.from_numpy(rng.integers(0, config.vocab_size, TOKENS))
     theirs = stages(peer, token_t, chunks=CHUNKS if run == "cached" else ())
-    ours: Stages = {}
+    ours: dict[str, Tensor] = {}
     state, tap = peer.state_dict(), ours.__setitem__
     if isinstance(config, V4Config):
         model_v4(token_t, V4Model.from_transformers(state, config=config), config=config, num=SEMANTIC, tap=tap)
@@ -82,9 +85,11 @@ def compare(model: str, run: str, *, seed: int = 1) -> dict[str, dict[str, float
         weights = V3Model.from_state_dict(state, config=config)
         model_v3(token_t, weights, config=config, dtype=torch.float32, num=SEMANTIC, tap=tap)
     kinds: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    rules = (*read_map(map_of(config)), *PICKS)
     for name, x in ours.items():
-        if name in theirs:
-            kinds[re.sub(r"layers\.\d+\.", "", name)].append((x, theirs[name]))
+        called = next((found for rule in rules if (found := rule.name_of(name)) in theirs), None)
+        if called is not None:
+            kinds[re.sub(r"layers\.\d+\.", "", name)].append((x, torch.cat(theirs[called])))
     return {kind: _distances(kind, pairs) for kind, pairs in kinds.items()}
 
 

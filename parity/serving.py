@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deeptwin.optimized.drafter import Drafter, NoDrafter, ScriptedDrafter
+from deeptwin.optimized.drafters import drafter_of
 from deeptwin.optimized.engine import Engine, EngineConfig, Generate, Generation
 from deeptwin.optimized.engine_device import ModelDevice, Sampling
 from deeptwin.optimized.engine_store import MemoryStore, Store, exact_reuse
@@ -45,10 +46,12 @@ from deeptwin.reference.sampling import argmax_tokens, sample_logits
 from deeptwin.reference.structured_output import apply_masks, token_masks
 from deeptwin.reference.taps import Tap, ignore
 
+from .tiny_drafts import tiny_draft
 from .tiny_models import tiny_model
 from .toy_runner import ToyRunner, toy_logits
 
 EOS = 3
+BACKTRACKING = 6  # tokens of the longest decode step, as released
 GENERATIONS = ("toy", "v3", "v32", "v4", "v41")
 
 
@@ -62,6 +65,7 @@ class Serving:
 
     generation: str
     vocab: int = 61
+    eos: int = EOS
     seed: int = 1
     page: int = 16
     budget: int = 24
@@ -143,7 +147,26 @@ def serve_triton(
 ) -> Outputs:
     """The engine on Triton kernels."""
     requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    return _columns(serve(requests, arrival_b.tolist(), serving=serving, backend="triton"))
+    where = prompt_bs.device
+    found = serve(requests, arrival_b.tolist(), serving=serving, backend="triton", where=where)
+    token_bn, logprob_bn, finish_b = _columns(found)
+    return token_bn.to(where), logprob_bn.to(where), finish_b.to(where)
+
+
+def serve_shapes(
+    prompt_bs: Tensor,
+    length_b: Tensor,
+    max_tokens_b: Tensor,
+    arrival_b: Tensor,
+    temperature_b: Tensor,
+    top_p_b: Tensor,
+    seed_b: Tensor,
+    *,
+    serving: Serving,
+) -> Outputs:
+    """The shapes of what comes out, for runs that are compared among themselves alone."""
+    requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
+    return _columns([Generation(id=place, request=request) for place, request in enumerate(requests)])
 
 
 def serve_alone(
@@ -166,7 +189,7 @@ def serve_alone(
         ValueError: shapes disagree, or a prompt is empty or has tokens outside the vocabulary.
     """
     requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    names = ("generation", "vocab", "seed", "layers", "greedy", "draw", "grammars")
+    names = ("generation", "vocab", "eos", "seed", "layers", "greedy", "draw", "grammars")
     plain = Serving(**{name: getattr(serving, name) for name in names}, max_requests=96, budget=4096)
     guesses = [done.tokens for done in serve(requests, [0] * len(requests), serving=plain, backend="reference")]
     found = [_alone(i, *pair, serving, num) for i, pair in enumerate(zip(requests, guesses, strict=True))]
@@ -206,16 +229,17 @@ def serve(
     *,
     serving: Serving,
     backend: str,
+    where: torch.device | str = "cpu",
     parts: Parts = RIGHT,
     hear: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Generation]:
     """Serve requests that arrive at the given steps; `hear` sees the engine behind every step."""
-    streams = _streams(requests, serving, backend) if serving.gamma and serving.quality >= 0 else {}
+    streams = _streams(requests, serving, backend, where) if serving.gamma and serving.quality >= 0 else {}
     store = MemoryStore()
     if serving.warm:
         early = [replace(r, prompt=r.prompt[: serving.warm]) for r in requests if len(r.prompt) >= serving.warm]
-        engine_for(serving, early, backend, streams={}, store=store).generate(early)
-    engine = engine_for(serving, requests, backend, streams=streams, store=store, parts=parts)
+        engine_for(serving, early, backend, streams={}, store=store, where=where).generate(early)
+    engine = engine_for(serving, requests, backend, streams=streams, store=store, where=where, parts=parts)
     found: dict[int, Generation] = {}
     step = 0
     order = sorted(range(len(requests)), key=lambda i: (arrivals[i], i))
@@ -240,21 +264,23 @@ def engine_for(
     *,
     streams: dict[int, tuple[int, ...]] | None = None,
     store: Store | None = None,
+    where: torch.device | str = "cpu",
     parts: Parts = RIGHT,
 ) -> Engine:
     """An engine in which every request fits; a tight pool holds about two of them."""
     limits = schedule_of(serving, requests)
     config = EngineConfig(
         scheduler=limits,
-        sampling=Sampling(draw=serving.draw, greedy=serving.greedy, eos=EOS),
+        sampling=Sampling(draw=serving.draw, greedy=serving.greedy, eos=serving.eos),
         prefix=exact_reuse(serving.generation, block=serving.page, recompute=_recomputed(serving))
         if serving.warm
         else None,
         vocabulary=vocabulary_of(serving.vocab) if serving.grammars else None,
     )
     plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend, parts.overrides)
-    runner = parts.runner(runner_for(serving, plan, limits, states=config.states, backtracking=parts.backtracking))
-    drafter = _drafter(serving, runner, streams)
+    room = max(limits.gamma + 1, BACKTRACKING) if parts.backtracking is None else parts.backtracking
+    runner = parts.runner(runner_for(serving, plan, limits, states=config.states, backtracking=room, where=where))
+    drafter = _drafter(serving, runner, streams, config.states)
     scheduler = type("Shuffled", (_Shuffled,), {"by": serving.shuffle}) if serving.shuffle else Scheduler
     return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=parts.device, tap=parts.tap)
 
@@ -284,11 +310,21 @@ def schedule_of(serving: Serving, requests: list[Generate]) -> SchedulerConfig:
 
 
 def runner_for(
-    serving: Serving, plan: Plan, limits: SchedulerConfig, *, states: int, backtracking: int | None = None
+    serving: Serving,
+    plan: Plan,
+    limits: SchedulerConfig,
+    *,
+    states: int,
+    backtracking: int = BACKTRACKING,
+    where: torch.device | str = "cpu",
 ) -> Runner:
     """A tiny model, or the toy, over caches as large as the schedule needs."""
-    sizes: dict[str, Any] = {"pages": limits.num_blocks, "states": states, "page_tokens": serving.page}
-    sizes["backtracking"] = limits.gamma + 1 if backtracking is None else backtracking
+    sizes: dict[str, Any] = {
+        "pages": limits.num_blocks,
+        "states": states,
+        "page_tokens": serving.page,
+        "backtracking": backtracking,
+    }
     if serving.generation == "toy":
         return ToyRunner(plan, vocab=serving.vocab, **sizes)
     config, weights = _model(serving)
@@ -300,6 +336,7 @@ def runner_for(
         plan,
         **sizes,
         positions=limits.max_positions,
+        device=where,
     )
 
 
@@ -343,16 +380,27 @@ def _recomputed(serving: Serving) -> int:
     return int(config.csa2.sliding(decoder=True).keep)
 
 
-def _drafter(serving: Serving, runner: Runner, streams: dict[int, tuple[int, ...]] | None) -> Drafter:
+def _drafter(serving: Serving, runner: Runner, streams: dict[int, tuple[int, ...]] | None, states: int) -> Drafter:
     if not serving.gamma:
         return NoDrafter(vocab=serving.vocab)
-    return ScriptedDrafter(streams or {}, quality=serving.quality, gamma=serving.gamma, vocab=serving.vocab)
+    if serving.quality >= 0 or serving.generation == "toy":
+        return ScriptedDrafter(streams or {}, quality=serving.quality, gamma=serving.gamma, vocab=serving.vocab)
+    weights = _drawn_draft(serving.generation, serving.vocab, serving.seed, serving.gamma)
+    return drafter_of(runner, weights, gamma=serving.gamma, states=states, draw=serving.draw)
 
 
-def _streams(requests: list[Generate], serving: Serving, backend: str) -> dict[int, tuple[int, ...]]:
+@lru_cache(maxsize=6)
+def _drawn_draft(generation: str, vocab: int, seed: int, gamma: int) -> Any:
+    config, weights = _drawn_model(generation, vocab, seed)
+    return tiny_draft(generation, config, weights, seed=seed, gamma=gamma)
+
+
+def _streams(
+    requests: list[Generate], serving: Serving, backend: str, where: torch.device | str
+) -> dict[int, tuple[int, ...]]:
     """What plain decoding gives, as the script of a drafter."""
     plain = replace(serving, gamma=0, warm=0, tight=False, asynchronous=False, scheduled=False)
-    engine = engine_for(plain, requests, backend)
+    engine = engine_for(plain, requests, backend, where=where)
     return {i: (*done.request.prompt, *done.tokens) for i, done in enumerate(engine.generate(requests))}
 
 
@@ -388,7 +436,7 @@ def _alone(place: int, request: Generate, guess: Sequence[int], serving: Serving
         )
         done.tokens.append(token)
         done.logprobs.append(logprob)
-        if token == EOS:
+        if token == serving.eos:
             done.finish = Finish.STOP
         elif len(made) == params.max_tokens:
             done.finish = Finish.LENGTH

@@ -57,7 +57,7 @@ def tiny_config(generation: str, *, vocab: int) -> V3Config | V4Config | V41Stac
     if generation != "v41":
         raise ValueError(f"generation: expected one of {', '.join(GENERATIONS)}, got {generation!r}")
     stack = stack_of(
-        _v41(tiny_v41_flash(), vocab),
+        _scaled(tiny_v41_flash(), vocab),
         cast=CastPoints.RELEASE,
         score_order=ScoreOrder.BF16_RELEASE,
         layout=PageLayout.INTERLEAVED,
@@ -66,7 +66,7 @@ def tiny_config(generation: str, *, vocab: int) -> V3Config | V4Config | V41Stac
     return replace(stack, csa2=replace(stack.csa2, page_tokens=16))
 
 
-def _v41(model: V41Config, vocab: int) -> V41Config:
+def _scaled(model: V41Config, vocab: int) -> V41Config:
     return replace(
         model,
         vocab_size=vocab,
@@ -81,23 +81,38 @@ def _v41(model: V41Config, vocab: int) -> V41Config:
 def tiny_state(
     generation: str, *, vocab: int, seed: int, fixed_experts: bool = False
 ) -> tuple[V3Config | V4Config | V41Stack, State]:
-    """A tiny model and its tensors under the names of released checkpoints.
+    """A tiny model and its tensors, as `drawn_state`."""
+    config = tiny_config(generation, vocab=vocab)
+    return config, drawn_state(config, seed=seed, fixed_experts=fixed_experts)
+
+
+def drawn_state(
+    config: V3Config | V4Config | V41Stack, *, seed: int, fixed_experts: bool = False, gain: float = 1.0
+) -> State:
+    """The tensors of a model under the names of released checkpoints.
 
     With `fixed_experts` the biases of experts lie so far apart that every token is routed alike, and no honest
-    rounding changes a choice.
+    rounding changes a choice. `gain` sharpens attention.
     """
-    config = tiny_config(generation, vocab=vocab)
-    rng = np.random.Generator(np.random.Philox([seed, vocab, GENERATIONS.index(generation)]))
+    vocab = config.model.vocab_size if isinstance(config, V41Stack) else config.vocab_size
+    rng = np.random.Generator(np.random.Philox([seed, vocab, GENERATIONS.index(generation_of(config))]))
     if isinstance(config, V3Config):
-        state = _v3(config, rng)
+        state = _v3(config, rng, gain)
     elif isinstance(config, V4Config):
-        state = _v4(config, rng)
+        state = _v4(config, rng, gain)
     else:
-        state = _v41_state(config, rng)
+        state = _v41(config, rng, gain)
     if not fixed_experts:
         biases = [name for name in state if name.endswith(("gate.bias", "gate.bias_vl", "e_score_correction_bias"))]
         state |= {name: state[name] * (BIAS / MARGIN) for name in biases}
-    return config, state
+    return state
+
+
+def generation_of(config: V3Config | V4Config | V41Stack) -> str:
+    """The name of a model's generation."""
+    if isinstance(config, V3Config):
+        return "v3" if config.index is None else "v32"
+    return "v4" if isinstance(config, V4Config) else "v41"
 
 
 def tiny_model(generation: str, *, vocab: int, seed: int, fixed_experts: bool = False) -> tuple[Any, Any]:
@@ -114,17 +129,20 @@ def tiny_model(generation: str, *, vocab: int, seed: int, fixed_experts: bool = 
 
 
 def tiny_classes(config: V41Stack, *, seed: int) -> Tensor:
-    """The class of every token id: the first ids have one of their own, some of the last share theirs."""
+    """The class of every token id, numbered as they appear: id 1 and some others share the class of an earlier one."""
     rng = np.random.Generator(np.random.Philox([seed, config.model.vocab_size]))
     vocab, classes = config.model.vocab_size, config.model.memory.num_classes
-    shared = rng.integers(0, classes, vocab - classes)
-    return torch.from_numpy(np.concatenate([np.arange(classes), shared]).astype(np.int32))
+    shares = {1, *(2 + draws.distinct(rng, vocab - 2, vocab - classes - 1)).tolist()}
+    found: list[int] = []
+    for v in range(vocab):
+        found.append(found[int(rng.integers(v))] if v in shares else max(found, default=-1) + 1)
+    return torch.tensor(found, dtype=torch.int32)
 
 
-def _v3(config: V3Config, rng: np.random.Generator) -> State:
+def _v3(config: V3Config, rng: np.random.Generator, gain: float) -> State:
     state = _ends(rng, config.vocab_size, config.hidden, ("model.embed_tokens", "model.norm", "lm_head"))
     for layer in range(config.num_layers):
-        drawn = v3_state(config, layer, rng, torch.bfloat16)
+        drawn = v3_state(config, layer, rng, torch.bfloat16, gain=gain)
         state |= {f"model.layers.{layer}.{name}": x for name, x in _unstacked(drawn).items()}
     return state
 
@@ -142,14 +160,14 @@ def _unstacked(drawn: State) -> State:
     return state
 
 
-def _v4(config: V4Config, rng: np.random.Generator) -> State:
+def _v4(config: V4Config, rng: np.random.Generator, gain: float) -> State:
     n, m = config.mhc.streams, config.hidden
     state = _ends(rng, config.vocab_size, m, ("embed", "norm", "head"))
     state["hc_head_fn"] = draws.normal(rng, n, n * m, dtype=torch.float32, scale=(n * m) ** -0.5)
     state["hc_head_scale"] = draws.normal(rng, 1, dtype=torch.float32, scale=0.3, mean=1.5)
     state["hc_head_base"] = draws.normal(rng, n, dtype=torch.float32)
     for layer in range(config.num_layers):
-        drawn = released_v4(v4_state(config, layer, rng))
+        drawn = released_v4(v4_state(config, layer, rng, gain=gain))
         state |= {f"layers.{layer}.{name}": x for name, x in drawn.items()}
     return state
 
@@ -179,10 +197,10 @@ def released_v4(drawn: State) -> State:
     return state
 
 
-def _v41_state(config: V41Stack, rng: np.random.Generator) -> State:
+def _v41(config: V41Stack, rng: np.random.Generator, gain: float) -> State:
     state = _ends(rng, config.model.vocab_size, config.model.hidden, ("embed", "norm", "head"))
     for layer in range(config.model.num_layers):
-        state |= v41_state(config, layer, rng)
+        state |= v41_state(config, layer, rng, gain=gain)
     for layer, table in zip(config.model.engram.layers, memory_tables(config, rng), strict=True):
         state |= {f"layers.{layer}.engram.embed.{part}": x for part, x in zip(("weight", "scale"), table, strict=True)}
     return state

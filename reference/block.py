@@ -9,6 +9,7 @@ What a tap hears, in this order; names in brackets where the generation has them
     [engram.stream]                                     streams behind the n-gram memory (V4.1)
     [attn.pre, attn.post, attn.comb] attn.x attn.norm   coefficients of the site, what is read, normalised
     [attn.scores, attn.picks]                           what the indexer made of keys or entries, and its selection
+    [attn.heads, attn.turned]                           what every head read, and that with its rotation undone (V4)
     attn.out stream.attn                                the sub-layer's output, and what passes by with it added
     [ffn.pre ...] ffn.x ffn.norm                        the same of the second sub-layer
     [ffn.logits, ffn.experts, ffn.weights]              the router
@@ -160,7 +161,7 @@ def block_v4(
         y_tm = csa_attention(x_tm, weights.attention, table_sr, ends, None, config=attn, num=num, tap=own)
     else:
         attend = hca_attention if attn.kind is V4Kind.HCA else sliding_attention
-        y_tm = attend(x_tm, weights.attention, table_sr, ends, config=attn, num=num)
+        y_tm = attend(x_tm, weights.attention, table_sr, ends, config=attn, num=num, tap=own)
     own("out", y_tm)
     stream_tnm = mhc_post(stream_tnm, y_tm, post_tn, comb_tnn, num=num)
     tap("stream.attn", stream_tnm)

@@ -247,6 +247,7 @@ def _attention(
     if layer in csa2.topology.index_sources:
         assert idx_tk is not None
         tap("picks", idx_tk)
+    tap("heads", out_thd)
     y_tm = csa2_output(out_thd, own, caches.table(csa2, layer), step.positions_t, config=csa2, num=num)
     return y_tm, idx_tk, blocks_tk
 

@@ -121,13 +121,19 @@ def expect_step(slot_t: torch.Tensor, position_t: torch.Tensor, ring: int, span:
     """Raise unless the tokens of a slot stand side by side, ascend by one, and leave `span` live ring rows."""
     expect_dtype("position_t", position_t, torch.int32, torch.int64)
     expect_shape("position_t", position_t, "t", {"t": len(slot_t)})
-    longest = 0
-    for slot in slot_t[slot_t >= 0].unique().tolist():
-        here = (slot_t == slot).nonzero()[:, 0]
-        longest = max(longest, len(here))
-        at = position_t[here]
-        if (here.diff() != 1).any() or (at.diff() != 1).any() or at[0] < 0:
-            raise ValueError(f"position_t: expected slot {slot} side by side, ascending by one, got {at.tolist()}")
+    used_y = (slot_t >= 0).nonzero()[:, 0]
+    slot_y, at_y = slot_t[used_y], position_t[used_y]
+    begins_y = torch.ones(len(used_y) + 1, dtype=torch.bool, device=slot_t.device)  # a run of one slot, and the end
+    begins_y[1:-1] = (slot_y.diff() != 0) | (used_y.diff() != 1)
+    starts_b = begins_y.nonzero()[:, 0]
+    breaks = (at_y.diff() != 1) & ~begins_y[1:-1]
+    apart = len(slot_y.unique()) < len(starts_b) - 1
+    if apart or breaks.any() or (at_y < 0).any():
+        raise ValueError(
+            f"position_t: expected the tokens of a slot side by side, ascending by one, got {position_t.tolist()} in "
+            f"slots {slot_t.tolist()}"
+        )
+    longest = int(starts_b.diff().max()) if len(used_y) else 0
     if longest and ring < span + longest - 1:
         raise ValueError(f"state_: expected a ring of {span + longest - 1} for {longest} tokens, got {ring}")
 

@@ -22,12 +22,12 @@ from .checks import expect_shape
 from .config import IndexCast, V4AttnConfig, V4Kind
 from .csa2_state import Csa2Batch, Csa2Step
 from .hadamard import hadamard
-from .indexer import index_visible, index_weights, score_rows, seen_rows
+from .indexer import index_visible, index_weights, score_rows
 from .kv_cache import load_records, store_records
 from .numerics import CONTRACT, Numerics
 from .quant import fake_quantize
 from .taps import Tap, ignore
-from .topk import physical_slots, topk
+from .topk import physical_slots, seen_rows, topk
 from .v4_attend import (
     SECTIONED,
     attend_records_,
@@ -185,7 +185,8 @@ def csa_attention(
         tap("picks", picks_tk)
     picked_tk = _picked(rows_tj, picks_tk)
     out_thd = attend_values(q_thd, key_td, entry_yd, picked_tk, positions_t, weights.sink_h, config=config, num=num)
-    return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num)
+    tap("heads", out_thd)
+    return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num, tap=tap)
 
 
 def csa_run(

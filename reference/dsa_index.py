@@ -26,6 +26,7 @@ from .hadamard import hadamard
 from .numerics import CONTRACT, Numerics
 from .rms_norm import FLOATING
 from .rope import rope
+from .topk import in_chunks
 
 E4M3 = torch.float8_e4m3fn
 PAIRS = {IndexerRope.HALF_SPLIT: Pairing.HALF_SPLIT, IndexerRope.INTERLEAVED: Pairing.INTERLEAVED}
@@ -207,14 +208,15 @@ def dsa_index_scores_paged(
 
 
 def _scored(q_thd: Tensor, k_sd: Tensor, k_sf_s: Tensor, w_th: Tensor, row_ts: Tensor, num: Numerics) -> Tensor:
-    """One query at a time against the rows that it sees; a row of -1 is -inf and never read."""
+    """Every query against the rows that it sees; a row of -1 is -inf, whatever stands in its place."""
+    seen_ts, rows_ts = row_ts >= 0, row_ts.clamp(min=0)
     scores_ts = torch.full(row_ts.shape, -torch.inf, dtype=num.carrier, device=row_ts.device)
-    for token, row_s in enumerate(row_ts):
-        seen_s = row_s >= 0
-        k_yd, k_sf_y = num.wide(k_sd[row_s[seen_s]]), num.wide(k_sf_s[row_s[seen_s]])
-        dots_hy = num.einsum("hd,yd->hy", num.wide(q_thd[token]), k_yd)
-        scores_ts[token, seen_s] = num.f32(num.einsum("h,hy->y", num.wide(w_th[token]), dots_hy.relu()) * k_sf_y)
-    return scores_ts
+    for token_y, most in in_chunks(seen_ts, q_thd.shape[2]):
+        rows_ys = rows_ts[token_y, :most]
+        dots_yhs = num.einsum("yhd,ysd->yhs", num.wide(q_thd[token_y]), num.wide(k_sd[rows_ys]))
+        weighted_ys = num.einsum("yh,yhs->ys", num.wide(w_th[token_y]), dots_yhs.relu())
+        scores_ts[token_y, :most] = num.f32(weighted_ys * num.wide(k_sf_s[rows_ys]))
+    return scores_ts.masked_fill(~seen_ts, -torch.inf)
 
 
 def _check_queries(q_thd: Tensor, w_th: Tensor, length_t: Tensor) -> dict[str, int]:

@@ -16,6 +16,7 @@ from .config import V4AttnConfig, V4Kind
 from .csa2_state import Csa2Batch, Csa2Step
 from .kv_cache import store_records
 from .numerics import CONTRACT, Numerics
+from .taps import Tap, ignore
 from .v4_attend import (
     SECTIONED,
     attend_records_,
@@ -40,6 +41,7 @@ def hca_attention(
     *,
     config: V4AttnConfig,
     num: Numerics = CONTRACT,
+    tap: Tap = ignore,
 ) -> Tensor:
     """Whole sequences from position 0 on, without any cache.
 
@@ -65,7 +67,8 @@ def hca_attention(
     entry_yd = whole_entries(x_tm, owned(weights.entry, "entry"), table_sr, cu_seqlens, config=config, num=num)
     rows_tj = visible_rows(positions_t, seq_t, cu_seqlens, ratio=config.ratio)
     out_thd = attend_values(q_thd, key_td, entry_yd, rows_tj, positions_t, weights.sink_h, config=config, num=num)
-    return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num)
+    tap("heads", out_thd)
+    return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num, tap=tap)
 
 
 def sliding_attention(
@@ -76,6 +79,7 @@ def sliding_attention(
     *,
     config: V4AttnConfig,
     num: Numerics = CONTRACT,
+    tap: Tap = ignore,
 ) -> Tensor:
     """Whole sequences of a layer with a window alone; as `hca_attention` without entries.
 
@@ -87,7 +91,8 @@ def sliding_attention(
     q_thd, key_td, _ = v4_project(x_tm, weights, table_sr, positions_t, config=config, num=num)
     none_tk = positions_t.new_zeros(len(x_tm), 0)
     out_thd = attend_values(q_thd, key_td, key_td[:0], none_tk, positions_t, weights.sink_h, config=config, num=num)
-    return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num)
+    tap("heads", out_thd)
+    return v4_output(out_thd, weights, table_sr, positions_t, config=config, num=num, tap=tap)
 
 
 def hca_run(

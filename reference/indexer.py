@@ -25,6 +25,7 @@ from .numerics import CONTRACT, Numerics
 from .quant import dequantize, quantize
 from .rms_norm import FLOATING, rms_norm
 from .rope import rope
+from .topk import in_chunks, seen_rows
 
 CHAINS = 4  # of ScoreOrder.BF16_CHAINS
 
@@ -202,51 +203,43 @@ def index_scores_paged(
     table_tj = torch.nn.functional.pad(table_tj.long(), (0, 1), value=-1)
     page_ts = table_tj.gather(1, (entry_ts // max(o, 1)).clamp(-1, j) % (j + 1))
     is_known_ts = (entry_ts >= 0) & (page_ts >= 0) & (page_ts < p)
-    row_ts = torch.where(is_known_ts, page_ts * o + entry_ts % max(o, 1), -1)
+    seen_y, row_ts = seen_rows(torch.where(is_known_ts, page_ts * o + entry_ts % max(o, 1), -1))
     page_pw, data = cache_pow.flatten(1), o * INDEX_FP4.data_bytes
     codes, sf = page_pw[:, :data].reshape(p * o, 64), page_pw[:, data:].reshape(p * o, 4)
-    seen_y, row_ts = seen_rows(row_ts)
     k_yd = dequantize(codes[seen_y], sf[seen_y], fmt=INDEX_FP4.quant, num=num)
     return score_rows(_query_values(q_thw, num), k_yd, w_th, row_ts, order=order, num=num)
-
-
-def seen_rows(row_ts: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that are named at all, each once, and `row_ts` with places among them; -1 stays."""
-    place_ts = torch.full_like(row_ts, -1)
-    seen_y, place_ts[row_ts >= 0] = row_ts[row_ts >= 0].unique(return_inverse=True)
-    return seen_y, place_ts
 
 
 def score_rows(
     q_thd: Tensor, k_sd: Tensor, w_th: Tensor, row_ts: Tensor, *, order: ScoreOrder, num: Numerics = CONTRACT
 ) -> Tensor:
-    """One query at a time against the rows of `k_sd` that it sees; a row outside is −inf and never read."""
-    w_th = num.wide(w_th)
+    """Every query against the rows of `k_sd` that it sees; a row outside is −inf, whatever stands in its place."""
+    seen_ts = (row_ts >= 0) & (row_ts < k_sd.shape[0])
     scores_ts = torch.full(row_ts.shape, -torch.inf, dtype=num.carrier, device=row_ts.device)
-    for token in range(len(q_thd)):
-        seen_s = (row_ts[token] >= 0) & (row_ts[token] < k_sd.shape[0])
-        dots_hs = num.einsum("hd,sd->hs", q_thd[token], k_sd[row_ts[token][seen_s]])
-        scores_ts[token, seen_s] = WEIGHTED[order](dots_hs, w_th[token], num)
-    return scores_ts
+    row_ts = torch.where(seen_ts, row_ts, 0)
+    for token_y, most in in_chunks(seen_ts, q_thd.shape[2]):
+        dots_yhs = num.einsum("yhd,ysd->yhs", q_thd[token_y], k_sd[row_ts[token_y, :most]])
+        scores_ts[token_y, :most] = WEIGHTED[order](dots_yhs, num.wide(w_th[token_y]), num)
+    return scores_ts.masked_fill(~seen_ts, -torch.inf)
 
 
-def _weighted_release(dots_hs: Tensor, w_h: Tensor, num: Numerics) -> Tensor:
-    products_hs = num.bf16(num.bf16(dots_hs).relu() * w_h[:, None])
-    return num.bf16(num.sum(products_hs, dim=0))
+def _weighted_release(dots_ths: Tensor, w_th: Tensor, num: Numerics) -> Tensor:
+    products_ths = num.bf16(num.bf16(dots_ths).relu() * w_th[:, :, None])
+    return num.bf16(num.sum(products_ths, dim=1))
 
 
-def _weighted_chains(dots_hs: Tensor, w_h: Tensor, num: Numerics) -> Tensor:
+def _weighted_chains(dots_ths: Tensor, w_th: Tensor, num: Numerics) -> Tensor:
     """An order that is part of the contract: an explicit loop of marks."""
-    positive_hs = num.bf16(dots_hs.relu())
-    chains = [torch.zeros_like(dots_hs[0]) for _ in range(CHAINS)]
-    for head in range(dots_hs.shape[0]):
-        chains[head % CHAINS] = _bf16_once(positive_hs[head] * w_h[head] + chains[head % CHAINS], num)
+    terms_ths = num.bf16(dots_ths.relu()) * w_th[:, :, None]
+    chains = [torch.zeros_like(dots_ths[:, 0]) for _ in range(CHAINS)]
+    for head in range(dots_ths.shape[1]):
+        chains[head % CHAINS] = _bf16_once(terms_ths[:, head] + chains[head % CHAINS], num)
     return num.bf16(num.bf16(chains[0] + chains[2]) + num.bf16(chains[1] + chains[3]))
 
 
 WEIGHTED = {
-    ScoreOrder.FP32: lambda dots_hs, w_h, num: num.f32(num.einsum("h,hs->s", w_h, dots_hs.relu())),
-    ScoreOrder.BF16_ONCE: lambda dots_hs, w_h, num: num.bf16(num.einsum("h,hs->s", w_h, dots_hs.relu())),
+    ScoreOrder.FP32: lambda dots_ths, w_th, num: num.f32(num.einsum("th,ths->ts", w_th, dots_ths.relu())),
+    ScoreOrder.BF16_ONCE: lambda dots_ths, w_th, num: num.bf16(num.einsum("th,ths->ts", w_th, dots_ths.relu())),
     ScoreOrder.BF16_RELEASE: _weighted_release,
     ScoreOrder.BF16_CHAINS: _weighted_chains,
 }

@@ -185,9 +185,18 @@ def linear_grouped(
     sizes = group_sizes_e.tolist()
     if min(sizes, default=0) < 0 or sum(sizes) != dims["y"]:
         raise ValueError(f"group_sizes_e: expected sizes from 0 up that add up to y={dims['y']}, got {sizes}")
-    groups = zip(x_q.split(sizes), x_sf.split(sizes), w_q, w_sf, strict=True)
-    parts = [linear_codes(*group, x_fmt=x_fmt, w_fmt=w_fmt, dtype=dtype, num=num) for group in groups]
-    return torch.cat(parts) if parts else num.store(x_q.new_zeros(0, dims["f"], dtype=num.carrier), dtype)
+    if x_fmt.rows != 1:
+        raise ValueError(f"x_fmt: expected groups of one row, got {x_fmt.name} with {x_fmt.rows} rows")
+    inner: dict[str, int] = {}
+    x_ym = block_values(x_q, x_sf, fmt=x_fmt, num=num)
+    expect_shape("x_q (in elements)", x_ym, "ym", inner)
+    y_yf = torch.zeros(dims["y"], dims["f"], dtype=num.carrier, device=x_q.device)
+    for rows_ym, out_yf, *weight in zip(x_ym.split(sizes), y_yf.split(sizes), w_q, w_sf, strict=True):
+        if len(rows_ym):
+            w_fm = block_values(*weight, fmt=w_fmt, num=num)
+            expect_shape("w_q (in elements)", w_fm, "fm", inner)
+            out_yf.copy_(num.einsum("ym,fm->yf", rows_ym, w_fm))
+    return num.store(y_yf, dtype)
 
 
 def widen_fp4(w_q: Tensor, w_sf: Tensor, *, fmt: QuantFormat, out_fmt: QuantFormat) -> tuple[Tensor, Tensor]:

@@ -109,8 +109,9 @@ def model_v4(
     embed_tm = embedding("token_t", token_t, weights.embed_vm, num=num)
     tap("embed", embed_tm)
     stream_tnm, _ = mhc_expand(embed_tm, config=config.mhc)
+    rows = max(len(token_t), 1)  # a group without tokens is rotated too, at position 0
     for layer, block in enumerate(weights.layers):
-        table_sr, own = table_of(config.rope(layer), len(token_t)), under(f"layers.{layer}.", tap)
+        table_sr, own = table_of(config.rope(layer), rows), under(f"layers.{layer}.", tap)
         stream_tnm = block_v4(stream_tnm, token_t, block, table_sr, config=config, layer=layer, num=num, tap=own)
     x_tm = v4_head(stream_tnm, weights.site, weights.norm_m, config=config, num=num, tap=under("head.", tap))
     return _logits(x_tm, weights.head_vm, num, tap)

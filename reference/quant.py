@@ -190,10 +190,10 @@ def fake_quantize(
 
 def _nearest(x: Tensor, book: str) -> Tensor:
     midpoints, size = _midpoints(book, x.dtype, x.device), x.abs().contiguous()
-    # both are the nearest index, but on a midpoint the first is the lower and the second the upper neighbour
     lower = torch.bucketize(size, midpoints, out_int32=True)
-    upper = torch.bucketize(size, midpoints, right=True, out_int32=True)
-    return torch.where(lower % 2 == 0, lower, upper)
+    # on a midpoint this is the lower neighbour: an odd one gives way to the next
+    is_tie = size == midpoints[lower.clamp(max=len(midpoints) - 1)]
+    return lower + (is_tie & (lower & 1 == 1))
 
 
 @cache

@@ -12,12 +12,17 @@ can be partial, the valid compact columns are a prefix: `compact_lengths` long.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from .checks import expect_dtype, expect_in_range, expect_positive, expect_shape
 
 BF16_MAX = (2 - 2.0**-7) * 2.0**127  # the largest finite bf16
+
+
+MOST_AT_ONCE = 2**22  # numbers of keys that are gathered together
 
 
 def topk(scores_ts: Tensor, length_t: Tensor, *, k: int) -> Tensor:
@@ -169,6 +174,23 @@ def physical_slots(idx_tk: Tensor, table_tp: Tensor, *, page_entries: int) -> Te
     expect_positive("page_entries", page_entries)
     page_tk = _looked_up(table_tp, idx_tk.long(), page_entries)
     return torch.where(page_tk >= 0, page_tk * page_entries + idx_tk % page_entries, -1).to(torch.int32)
+
+
+def seen_rows(row_ts: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that are named at all, each once, and `row_ts` with places among them; -1 stays."""
+    place_ts = torch.full_like(row_ts, -1)
+    seen_y, place_ts[row_ts >= 0] = row_ts[row_ts >= 0].unique(return_inverse=True)
+    return seen_y, place_ts
+
+
+def in_chunks(seen_ts: Tensor, width: int) -> Iterator[tuple[slice, int]]:
+    """Tokens whose keys of `width` numbers are looked at together, and how many columns the last of them sees."""
+    if not seen_ts.any():
+        return
+    most = int(seen_ts.any(0).nonzero()[-1, 0]) + 1
+    step = max(MOST_AT_ONCE // (most * width), 1)
+    for start in range(0, len(seen_ts), step):
+        yield slice(start, start + step), most
 
 
 def _looked_up(table_tj: Tensor, idx_tk: Tensor, size: int) -> Tensor:

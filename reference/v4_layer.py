@@ -27,6 +27,7 @@ from .numerics import CONTRACT, Numerics
 from .quant import dequantize, fake_quantize
 from .rms_norm import rms_norm
 from .rope import rope
+from .taps import Tap, ignore
 from .v4_weights import CompressorWeights, V4Weights
 
 
@@ -124,6 +125,7 @@ def v4_output(
     *,
     config: V4AttnConfig,
     num: Numerics = CONTRACT,
+    tap: Tap = ignore,
 ) -> Tensor:
     """Rotate back at the query's position, then the grouped low-rank output.
 
@@ -148,6 +150,7 @@ def v4_output(
     u_thd = rotated(
         out_thd, table_sr, positions_t, num=num, inverse=True, dtype=torch.float32 if fused else torch.bfloat16
     )
+    tap("turned", u_thd)
     u_tk = u_thd.flatten(1)
     if fused:
         u_tk = fake_quantize(u_tk, fmt=FP8_1X128_UE8M0, num=num)

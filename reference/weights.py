@@ -294,6 +294,7 @@ def stored(x: Tensor) -> Tensor:
 def _take(state: Mapping[str, Tensor], prefix: str, name: str, *shape: int) -> Tensor:
     if prefix + name not in state:
         raise ValueError(f"state: expected {prefix + name}, got only {sorted(state)[:4]} ...")
-    if state[prefix + name].shape != shape:
-        raise ValueError(f"state: expected {prefix + name} {shape}, got {tuple(state[prefix + name].shape)}")
-    return stored(state[prefix + name])
+    found = state[prefix + name]  # once: it may be made when asked for
+    if found.shape != shape:
+        raise ValueError(f"state: expected {prefix + name} {shape}, got {tuple(found.shape)}")
+    return stored(found)

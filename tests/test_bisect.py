@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from deeptwin.parity import bisect
+from deeptwin.parity import bisect, peer_dump
 from deeptwin.parity.__main__ import app
 from deeptwin.parity.capture import BadDump, Dump, DumpWriter, captured
 
@@ -221,6 +221,101 @@ def test_the_diagnosis_names_a_constant_factor(tmp_path: Path) -> None:
     found = first_difference(written(tmp_path / "a", x=x), written(tmp_path / "b", x=x * 1.4426950408889634))
     assert found is not None
     assert found.diagnosis.startswith(("log base", "LSE", "constant scale"))
+
+
+# a whole model of others beside the reference, as with an engine of one's own
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference and transformers, of one tiny V4."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("peers")
+    peer_dump.dump_all(folder, "v4_flash")
+    return folder
+
+
+def walk(peers: Path, candidate: Path, **how: object) -> list[bisect.Compared]:
+    rules = bisect.read_map(peers / "map.json")
+    return list(bisect.compare(Dump(peers / "reference"), Dump(candidate), rules=rules, **how))  # type: ignore[arg-type]
+
+
+def test_transformers_agrees_with_the_reference_at_every_stage(peers: Path) -> None:
+    found = walk(peers, peers / "transformers", limit=1e-5)
+    assert [one.stage.name for one in found if one.status == "differs"] == []
+    agreed = [one for one in found if one.status == "agrees"]
+    assert len(agreed) == 68
+    assert max(one.used for one in agreed) < 0.5
+    absent = {one.stage.name.rpartition(".")[2] for one in found if one.status == "absent"}
+    assert absent == {"pre", "heads", "scores", "picks"}  # what transformers has no module for, or no rows alike
+    arguments = ["bisect", str(peers / "reference"), str(peers / "transformers"), "--map", str(peers / "map.json")]
+    run = CliRunner().invoke(app, [*arguments, "--limit", "1e-5"])
+    assert (run.exit_code, "68 stages agree, 16 absent" in run.output) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "place"),
+    [
+        # a query head: nothing records queries, so what the head read is the first to differ
+        ("model.layers.2.self_attn.q_b_proj:20:600", "layers.2.attn.turned", {"token": "20", "head": "1"}),
+        ("model.layers.1.mlp:9:5", "layers.1.ffn.out", {"token": "9", "channel": "5"}),
+        ("model.layers.2.mlp.gate:9:3", "layers.2.ffn.logits", {"token": "9", "expert": "3"}),
+        ("model.layers.1.ffn_hc:30:2", "layers.1.ffn.post", {"token": "30", "stream": "2"}),
+        ("model.layers.3:11:300", "layers.3.stream.ffn", {"token": "11", "stream": "2", "channel": "44"}),
+        ("model.norm:43:1", "head.norm", {"token": "43", "channel": "1"}),
+    ],
+)
+def test_a_fault_in_the_middle_of_a_model_is_found_where_it_is(
+    peers: Path, tmp_path: Path, fault: str, stage: str, place: dict[str, str]
+) -> None:
+    module, token, channel = fault.split(":")
+    _, peer, token_t = peer_dump.drawn_peer("v4_flash")
+    if module.endswith("gate"):  # a router returns rows without a batch
+        peer.get_submodule(module).register_forward_hook(lambda m, a, out: (in_row(out[0], 9, 3), *out[1:]))
+    else:
+        peer_dump.break_(peer, module, int(token), int(channel))
+    peer_dump.dump_peer(tmp_path / "broken", peer, token_t)
+    first = next(one for one in walk(peers, tmp_path / "broken", limit=1e-5) if one.status == "differs")
+    assert first.stage.name == stage
+    named = {axis: words.rpartition(": ")[2] for axis, words in first.place.items() if not words.startswith("all")}
+    assert {axis: named.get(axis) for axis in place} == place
+
+
+def in_row(x: Tensor, row: int, column: int) -> Tensor:
+    x = x.clone()
+    x[row, column] += 0.1
+    return x
+
+
+def test_a_module_that_is_not_there_cannot_be_broken() -> None:
+    with pytest.raises(ValueError, match="module: expected one of the model's, got 'layers.9'"):
+        peer_dump.break_(stack(), "layers.9", 0, 0)
+
+
+def test_inputs_of_modules_are_recorded_too(tmp_path: Path) -> None:
+    model, chosen = stack(), ["layers.1", "*.out"]
+    with DumpWriter(tmp_path / "d", producer="test") as write, captured(model, write, only=[], inputs=chosen):
+        model(x=torch.ones(1, TOKENS, WIDTH))
+    inner = [f"layers.{i}.out.input.0" for i in range(LAYERS)]
+    assert [stage.name for stage in Dump(tmp_path / "d").stages] == [*inner[:2], "layers.1.input.0", *inner[2:]]
+    with DumpWriter(tmp_path / "e", producer="test") as write, captured(model, write, only=[], inputs=["model"]):
+        model(x=torch.ones(1, TOKENS, WIDTH))
+    assert [stage.name for stage in Dump(tmp_path / "e").stages] == ["model.input.x"]
+
+
+def test_rows_without_an_order_and_other_axes_are_mapped(tmp_path: Path) -> None:
+    experts, heads = torch.tensor([[3, 1], [0, 2]]), torch.arange(24.0).view(2, 3, 4)
+    a = written(tmp_path / "a", experts=experts, heads=heads)
+    b = written(tmp_path / "b", e=experts.flip(1), h=heads.view(1, 2, 12))
+    c = written(tmp_path / "c", e=experts + 1, h=heads.view(1, 2, 12)[..., :8])
+
+    def found(candidate: Path, **how: bool) -> list[str]:
+        rules = [bisect.MapRule(reference=x, candidate=x[0], **how) for x in ("experts", "heads")]
+        return [one.status for one in bisect.compare(Dump(a), Dump(candidate), rules=rules)]
+
+    assert found(b, unordered=True, reshape=True) == ["agrees", "agrees"]
+    assert found(b) == ["differs", "differs"]
+    assert found(c, unordered=True, reshape=True) == ["differs", "differs"]
 
 
 # what is refused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deeptwin.parity import goldens, peer_table
+from deeptwin.parity import goldens
 from deeptwin.parity.block_draws import v3_block, v3_state, v4_block
 from deeptwin.parity.card import case_rng, load_card
 from deeptwin.parity.cards.block import V41, V3Case, V4Case, V41Case, draw_v3, draw_v4, v41_config
 from deeptwin.parity.outcome import Outcome, Status
-from deeptwin.reference.block import block_v3, block_v4, v3_enter, v4_head
+from deeptwin.reference.block import block_v3, block_v4, embedding, v3_enter, v4_head
 from deeptwin.reference.block_ffn import gated, plain_experts, routed_ffn
 from deeptwin.reference.block_v41 import V41Carry, block_v41, blocks_v41, stack_of, start_v41
 from deeptwin.reference.block_weights import V3BlockWeights, V4BlockWeights, V41BlockWeights
@@ -339,36 +338,6 @@ def test_experts_of_a_checkpoint_file_may_stand_one_by_one() -> None:
         assert torch.equal(a, b)
 
 
-def test_transformers_layer_by_layer() -> None:
-    """Embedding, blocks, norm and head of tiny models in fp32, in one pass; `peer_table` has all runs."""
-    pytest.importorskip("transformers")
-    found = {"v4_flash": {"runs": {"plain": peer_table.compare("v4_flash", "plain", seed=5)}}}
-    assert peer_table.failures(found) == []
-    assert found["v4_flash"]["runs"]["plain"]["logits"]["relative"] < 2e-6
-
-
-def test_the_recorded_table_of_peers() -> None:
-    record = json.loads(peer_table.RECORD.read_text())
-    assert list(record["models"]) == ["v3", "v32", "v4_flash", "v4_pro"]
-    assert peer_table.failures(record["models"]) == []
-    worst = max(
-        numbers.get("relative", 0.0)
-        for result in record["models"].values()
-        for run in result["runs"].values()
-        for numbers in run.values()
-    )
-    assert 1e-8 < worst < 2e-6
-
-
-def test_the_table_of_peers_sees_a_difference() -> None:
-    good = {"relative": 1e-7, "max": 0.0, "p999": 0.0, "ulp": 0.0}
-    found = {"v3": {"runs": {"plain": {"attn.out": good, "ffn.experts": {"rows": 8.0, "differing_rows": 0.0}}}}}
-    assert peer_table.failures(found) == []
-    for broken in ({"relative": 2e-5}, {"relative": math.nan}, {"rows": 8.0, "differing_rows": 1.0}):
-        found["v3"]["runs"]["plain"]["attn.out"] = broken
-        assert len(peer_table.failures(found)) == 1
-
-
 def test_the_default_gate_passes(judged: Judged) -> None:
     outcomes = [o for o in judged("block") if o.check not in ("golden",)]
     assert [o.id for o in outcomes if o.status is not Status.PASSED] == []
@@ -532,3 +501,13 @@ def test_a_block_of_v4_under_released_names() -> None:
     state["layers.0.ffn.experts.3.w2.weight"] = torch.zeros(5, 5)
     with pytest.raises(ValueError, match="state: expected"):
         V4BlockWeights.from_state_dict(state, prefix="layers.0.", config=config, layer=0)
+
+
+def test_embedding_refuses() -> None:
+    table = draw(23, 5, 3)
+    assert torch.equal(embedding("next_t", torch.tensor([4, 0]), table, num=SEMANTIC), table[[4, 0]].double())
+    for bad in (torch.tensor([5]), torch.tensor([-1]), torch.zeros(1, 1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="next_t: expected"):
+            embedding("next_t", bad, table)
+    with pytest.raises(TypeError, match="next_t: expected"):
+        embedding("next_t", torch.zeros(2), table)

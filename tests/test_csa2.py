@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deeptwin.optimized.attention_v41 import csa2_attention_triton_
 from deeptwin.optimized.csa2 import csa2_output_triton, csa2_project_triton, csa2_run_triton
 from deeptwin.parity import goldens
 from deeptwin.parity.card import Output, load_card
@@ -19,7 +20,7 @@ from deeptwin.parity.oracles import OracleSet
 from deeptwin.reference import csa2
 from deeptwin.reference.cache_plan import bytes_per_token, page_bytes, page_pieces, state_bytes, state_pieces
 from deeptwin.reference.config import PageLayout, ScoreOrder, Truncation
-from deeptwin.reference.csa2 import csa2_output, csa2_project, csa2_run, csa2_step_
+from deeptwin.reference.csa2 import csa2_attention_, csa2_output, csa2_project, csa2_run, csa2_step_
 from deeptwin.reference.csa2_config import CastPoints, v41_flash_csa2
 from deeptwin.reference.csa2_layer import csa2_attend_, csa2_compress_, csa2_select
 from deeptwin.reference.csa2_state import Csa2Batch, Csa2Caches, Csa2Step
@@ -440,9 +441,21 @@ def test_runs_refuse_other_layers_and_steps() -> None:
                 function(**inputs | change)
 
 
-def test_stages_refuse_layers_that_own_nothing() -> None:
+def test_stages_refuse_layers_that_own_nothing_and_other_rows() -> None:
     inputs = drawn(RunCase(lengths=(5,), config="tiny"))
     step, _ = next(iter(inputs["batch"].steps()))
+    for attention in (csa2_attention_, csa2_attention_triton_):
+        with pytest.raises(ValueError, match=r"^x_tm: expected t=5"):
+            attention(
+                torch.zeros(4, 96, dtype=torch.bfloat16),
+                inputs["layers"][0],
+                inputs["caches"],
+                step,
+                (None, None),
+                None,
+                layer=0,
+                config=inputs["config"],
+            )
     reuse, config, caches = inputs["layers"][2], inputs["config"], inputs["caches"]
     x = torch.zeros(5, 96, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"^weights: expected entry_value_dm"):

@@ -259,6 +259,9 @@ def test_requests_do_not_see_one_another(generation: str) -> None:
     last = torch.tensor([len(tokens) - 1 for tokens in sequences.values()])
     padded = {"first_b": torch.cat([last, torch.tensor([-1])]), "valid_b": torch.zeros(4, dtype=torch.int64)}
     together = packed.propose(1, 2, 3, 0, **padded)
+    # a request whose row could not be drawn has no newest token, and drafts something of no meaning
+    failed = packed.propose(1, 2, **{name: x[:2] for name, x in padded.items()}, golden_b=torch.tensor([-1, 5]))
+    assert bit_equal(tuple(x[1:] for x in failed), tuple(x[1:2] for x in together))
     for b, tokens in enumerate(sequences.values()):
         alone, slot = Host(generation), 3 - b
         alone.run(slot, [(len(tokens), 0)], tokens=tokens)
@@ -384,7 +387,7 @@ def test_a_stream_with_drafts_is_that_of_the_model_alone(generation: str) -> Non
     pool, one = proposal_pool(slots=2, draft=GAMMA, vocab=VOCAB), torch.tensor([1])
     tokens, forward = PROMPT[:end], host.advance({1: (0, PROMPT[:end])}, decode=False)
     hidden, first, drafts = forward.hidden_ym[-1:], end - 1, 0
-    while len(tokens) < end + 12:
+    while len(tokens) < end + 7:
         rows = VerifyRows(
             length_b=one + drafts,
             position_b=one + first,

@@ -32,17 +32,9 @@ NOT_IN_THE_PARENT = ("triton", "tilelang", "tvm", "tile_kernels", "transformers"
 SHARED_WITH_OPTIMIZED = tuple(
     f"deeptwin.reference.{name}"
     for name in (
-        *("config", "checks", "topology", "csa2_config", "csa2_state", "dsa_state", "presets", "taps", "ffn_weights"),
-        *(
-            "v4_state",
-            "v4_weights",
-            "mtp_weights",
-            "weights",
-            "block_weights",
-            "model_weights",
-            "dspark_state",
-            "serving_checks",
-        ),
+        *("config", "checks", "topology", "csa2_config", "csa2_state", "dsa_state", "v4_state", "dspark_state"),
+        *("weights", "v4_weights", "mtp_weights", "ffn_weights", "block_weights", "model_weights"),
+        *("serving_checks", "presets", "taps", "cache_plan"),
     )
 )
 SECTIONS = ("Math", "Shapes", "Rounding", "Edges", "Raises", "Source")

@@ -28,7 +28,7 @@ from deeptwin.reference.config import DRAFT_SEED_OFFSET, Draw, DrawUse, RowError
 from deeptwin.reference.dspark_pool import placeholder_pool, store_proposals_, verify_metadata
 from deeptwin.reference.dspark_state import DraftRequests, ProposalPool
 from deeptwin.reference.philox import random_words, subsequences
-from deeptwin.reference.sampling import sample_logits
+from deeptwin.reference.sampling import sample_logits, sample_probs
 
 FAST, TRUE = plan_of("v3", "vectorised"), plan_of("v3", "reference")
 V = 97  # no multiple of a vector
@@ -185,14 +185,30 @@ def test_words_belong_to_the_row_and_its_use() -> None:
             assert found.golden_b.tolist() == fresh.tolist()
         else:
             seen["again"] += 1
-            assert found.golden_b[0] != token  # the residual of a point mass does not hold it
+            rest = torch.softmax(logits[:1].double(), 1).float()
+            rest[0, token] = 0  # of a point mass
+            stream = subsequences(longs(5), longs(0), use=DrawUse.RESIDUAL)
+            assert found.golden_b.tolist() == sample_probs(rest, longs(seed), stream, draw=Draw.NVIDIA)[0].tolist()
     assert min(seen.values()) > 2
+
+
+@pytest.mark.parametrize("draw", list(Draw))
+def test_the_largest_comes_where_no_residual_is_left(draw: Draw) -> None:
+    """A proposal that claims every token leaves nothing: the target's likeliest is emitted (section 1.3)."""
+    logits = logits_of(15, 2, vocab=64, scale=2.0)
+    pool, rows = proposal_pool(slots=1, draft=1, vocab=64), requests([2])
+    unlikely = logits[0].argmin()[None, None]
+    write_proposals_(pool, longs(1), unlikely, torch.zeros(1, 1, 64), torch.ones(1, 1))
+    found = step(logits, rows, pool, draw=draw)
+    assert found.token_bj.tolist() == [[int(logits[0].argmax()), -1]]
+    assert found.alpha_t[0] == 1
 
 
 def test_log_probabilities_are_those_of_the_target() -> None:
     """Of a sampled request at its temperature, filters included; of a greedy one at temperature 1."""
     logits = logits_of(9, 4)
     rows = replace(requests([2, 2]), temperature_b=torch.tensor([0.5, 0.0]), top_k_b=longs(3, 1))
+    rows = replace(rows, top_p_b=torch.tensor([1.0, 0.01]))
     right = logits.argmax(1).tolist()
     found = step(logits, rows, point_masses([[right[0]], [right[2]]]))
     cut = torch.where(logits >= logits.topk(3).values[:, -1:], logits * 2, -torch.inf)

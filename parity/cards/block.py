@@ -94,8 +94,11 @@ def v3_config(case: V3Case) -> V3Config:
     """The tiny model of a case."""
     config = tiny_v3() if case.model == "v3" else tiny_v32()
     config = replace(config, norm_eps=case.eps)
-    if not case.plain:
-        return config
+    return plain_v3(config) if case.plain else config
+
+
+def plain_v3(config: V3Config) -> V3Config:
+    """The same model as transformers has it: nothing quantised, weights behind a rounding."""
     index = None if config.index is None else replace(config.index, key=None, latent=None)
     attention = replace(config.attention, weight_cast=WeightCast.BEFORE_WEIGHT)
     return replace(config, attention=attention, index=index, residual=ResidualNorm.ROUNDED)

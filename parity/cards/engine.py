@@ -7,7 +7,7 @@ hold. Every axis of `RELATIONS` changes one thing that must not matter; what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from deeptwin.optimized.verification import Greedy
-from deeptwin.reference.config import Draw, Truncation
+from deeptwin.reference.config import Draw, Finish, Truncation
 
 from ..card import Candidate, Card, Inputs, Mutant, Op, Output, Outputs, Relation, variants
 from ..relations import CallFn, Context, first_difference
-from ..rules import Bitwise
+from ..rules import Bitwise, Judgement, Oracles, at
 from ..serving import GENERATIONS, Serving
 
 _mutant, _control = variants("engine")
@@ -79,7 +79,8 @@ def draw_serve(case: ServeCase, rng: np.random.Generator) -> Inputs:
 def cases_serve(full: bool) -> list[ServeCase]:
     """A toy and every generation with all axes; 96 requests of 128 tokens on the axes that need many."""
     many = ServeCase(generation="v3", requests=96, tokens=128, only=MANY, seconds=300.0, regime="long")
-    found = [ServeCase(generation=g) for g in GENERATIONS]
+    # bounded replay leaves rows of a prompt out, and a hit stands in front of them, from 31 tokens on
+    found = [ServeCase(generation=g, prompt=34 if g == "v41" else 20) for g in GENERATIONS]
     found += [ServeCase(generation="toy", requests=12, prompt=50, tokens=20), ServeCase(generation="toy", requests=0)]
     found += [replace(many, generation="toy", only=(*MANY, "chunk_size")), replace(many, layers=2)]
     # groups of four that an answer completes
@@ -94,6 +95,11 @@ def cases_serve(full: bool) -> list[ServeCase]:
 
 
 Axis = Callable[[Inputs, CallFn, Context], Iterator[Pair]]
+
+
+def _some(variants: Sequence[Any], inputs: Inputs, context: Context, few: int = 2) -> Sequence[Any]:
+    """All variants for the toy and under --full; the first ones for a model that takes its time."""
+    return variants if context.full or inputs["serving"].generation == "toy" else variants[:few]
 
 
 def _rows(inputs: Inputs, rows: list[int]) -> Inputs:
@@ -132,7 +138,7 @@ def _unchanged(*changes: tuple[str, dict[str, Any]]) -> Axis:
 
     def axis(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
         expected = call(inputs)
-        for label, settings in changes:
+        for label, settings in _some(changes, inputs, context):
 
             def change(given: Inputs, settings: dict[str, Any] = settings) -> Inputs:
                 return given | {"serving": replace(given["serving"], **settings)}
@@ -151,13 +157,14 @@ def batch_composition(inputs: Inputs, call: CallFn, context: Context) -> Iterato
     """Requests alone, in pairs, twice, more and fewer at a time."""
     expected, count, limit_b = call(inputs), len(inputs["length_b"]), inputs["max_tokens_b"]
     groups = [[0], [count - 1, 0]] if count < 20 else [list(range(0, count, 16))]
-    for group in groups if count else []:
+    for group in _some(groups, inputs, context) if count else []:
         yield f"requests {group}", call(_rows(inputs, group)), _of(expected, group, limit_b)
-    for copies in (7, 8, 9) if 0 < count < 20 else ():  # a limit that batches cross
+    crossed = (7, 8, 9) if context.full or inputs["serving"].generation == "toy" else (9,)
+    for copies in crossed if 0 < count < 20 else ():  # a limit that batches cross
         serving = replace(inputs["serving"], max_requests=copies, budget=copies * len(inputs["prompt_bs"][0]))
         many = _rows(inputs, [0] * copies) | {"serving": serving, "arrival_b": torch.zeros(copies).long()}
         yield f"{copies} alike at once", call(many), _of(expected, [0] * copies, limit_b)
-    for most in (1, 2) if count < 20 else (64,):
+    for most in (1,) if count < 20 else (64,):
         serving = replace(inputs["serving"], max_requests=most)
         if count:
             yield f"{most} at a time", call(inputs | {"serving": serving}), expected
@@ -170,30 +177,32 @@ def arrival_order(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pa
     turned = _rows(inputs, order) | {"arrival_b": inputs["arrival_b"]}
     yield f"order {order}", call(turned), _of(expected, order, limit_b)
     if count < 20:
-        for label, arrival_b in (("all at once", torch.zeros(count)), ("late", torch.arange(count) * 5)):
+        times = (("all at once", torch.zeros(count)), ("late", torch.arange(count) * 5))
+        for label, arrival_b in _some(times, inputs, context, few=1):
             yield label, call(inputs | {"arrival_b": arrival_b.long()}), expected
 
 
 def neighbours(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
     """The first request beside others that ask for something else."""
-    expected, count = call(inputs), len(inputs["length_b"])
-    for label, values in (
-        ("hot neighbours", {"temperature_b": 3.0}),
-        ("greedy neighbours", {"temperature_b": 0.0}),
-        ("narrow neighbours", {"top_p_b": 0.05}),
-        ("other seeds", {"seed_b": 12345}),
-    ):
+    expected, changes = (
+        call(inputs),
+        (
+            ("hot neighbours, other seeds", {"temperature_b": 3.0, "seed_b": 12345}),
+            ("greedy neighbours", {"temperature_b": 0.0}),
+            ("narrow neighbours", {"top_p_b": 0.05}),
+        ),
+    )
+    for label, values in _some(changes, inputs, context) if len(inputs["length_b"]) > 1 else ():
         changed = {name: inputs[name].clone() for name in values}
         for name, value in values.items():
             changed[name][1:] = value
-        if count > 1:
-            yield label, _row(call(inputs | changed), 0), _row(expected, 0)
-    drafted = {"serving": replace(inputs["serving"], gamma=2, quality=60), "temperature_b": torch.ones(count)}
-    seeds_b = inputs["seed_b"].clone()
-    seeds_b[1:] = 12345
-    if count > 1:
-        plain = call(inputs | drafted)
-        yield "other seeds, with drafts", _row(call(inputs | drafted | {"seed_b": seeds_b}), 0), _row(plain, 0)
+        yield label, _row(call(inputs | changed), 0), _row(expected, 0)
+    if len(inputs["length_b"]) > 1 and (context.full or inputs["serving"].generation == "toy"):
+        serving = replace(inputs["serving"], gamma=2, quality=60)
+        drafted = inputs | {"serving": serving, "temperature_b": torch.ones(len(inputs["length_b"]))}
+        seed_b = inputs["seed_b"].clone()
+        seed_b[1:] = 12345
+        yield "other seeds, with drafts", _row(call(drafted | {"seed_b": seed_b}), 0), _row(call(drafted), 0)
 
 
 def continuation(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
@@ -228,7 +237,7 @@ def grammars(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
     yield "a grammar alone", alone, {name: x[:, :width] if x.dim() == 2 else x for name, x in _row(got, 0).items()}
     greedy = inputs | {"temperature_b": torch.zeros(count)}
     plain = call(greedy | {"serving": some})
-    for quality in (0, 60):
+    for quality in _some((60, 0, 100), inputs, context, few=1):
         drafted = replace(some, gamma=2, quality=quality)
         yield f"grammars with drafts, quality {quality}", call(greedy | {"serving": drafted}), plain
 
@@ -237,13 +246,16 @@ def drafts(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
     """Greedy requests with any number of drafts of any quality, synchronous and not, in a tight pool."""
     greedy = inputs | {"temperature_b": torch.zeros(len(inputs["length_b"]))}
     expected = call(greedy)
-    for label, settings in (
+    changes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("2 drafts in flight, tight", {"gamma": 2, "quality": 60, "asynchronous": True, "tight": True}),
+        ("5 drafts, all right", {"gamma": 5, "quality": 100}),
         ("1 draft, all wrong", {"gamma": 1, "quality": 0}),
         ("2 drafts", {"gamma": 2, "quality": 60}),
-        ("5 drafts, all right", {"gamma": 5, "quality": 100}),
-        ("2 drafts in flight, tight", {"gamma": 2, "quality": 60, "asynchronous": True, "tight": True}),
         ("3 drafts, scheduled", {"gamma": 3, "quality": 60, "scheduled": True, "asynchronous": True}),
-    ):
+    )
+    if inputs["serving"].generation != "toy":
+        changes = (("2 drafts of the model's own drafter", {"gamma": 2, "quality": -1}), *changes)
+    for label, settings in _some(changes, inputs, context):
         yield label, call(greedy | {"serving": replace(inputs["serving"], **settings)}), expected
 
 
@@ -327,7 +339,7 @@ RELATIONS = (
         name="declared_difference",
         axis="what is not promised",
         hook=not_promised,
-        only=lambda case: 0 < case.requests < 20,
+        only=lambda case: 0 < case.requests < 20 and not case.only,
     ),
 )
 
@@ -393,9 +405,67 @@ SERVE = Op(
     rows=ROWS,
     out_rows={"token_bn": 0, "logprob_bn": 0, "finish_b": 0},
     relations=RELATIONS,
+    judges_reference=False,
+    golden=lambda: cases_serve(False)[:5],
     candidates=(Candidate(name="reference-plan", function="deeptwin.parity.serving:serve_reference", archs=("cpu",)),),
     mutants=MUTANTS,
     controls=(replace(_control("right_parts"), declines=_elsewhere),),
+)
+
+
+@dataclass(frozen=True)
+class WellFormed:
+    """Tokens of the vocabulary, at least one and no more than asked for, then -1; log-probabilities; reasons."""
+
+    def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
+        """Look at one output by itself; nothing is compared."""
+        arguments = oracles.arguments
+        limit_b1 = arguments["max_tokens_b"][:, None]
+        if got.dim() == 1:
+            wrong = (got != int(Finish.STOP)) & (got != int(Finish.LENGTH))
+        elif got.is_floating_point():
+            wrong = ~((got <= 0) & got.isfinite())
+        else:
+            place_n, is_there = torch.arange(got.shape[1]), got >= 0
+            wrong = (got >= arguments["serving"].vocab) | (is_there & (place_n >= limit_b1))
+            wrong |= is_there & (place_n > 0) & ~is_there.roll(1, 1)
+            wrong[:, :1] |= ~is_there[:, :1]
+        if not wrong.any():
+            return Judgement(ok=True, used=0.0)
+        where = at(int(wrong.reshape(-1).to(torch.int8).argmax()), got.shape)
+        return Judgement(ok=False, used=float("inf"), message=f"{got[where].item()} at {list(where)}")
+
+
+def cases_kernels(full: bool) -> list[ServeCase]:
+    """Every generation on all axes, and 96 requests of 128 tokens; a CPU runs the smallest on one axis."""
+    found = [ServeCase(generation="v3", requests=2, prompt=5, tokens=2, only=("batch_composition",), seconds=200.0)]
+    found += [replace(case, seconds=500.0) for case in cases_serve(False)[1:5]]
+    many = ServeCase(generation="v3", requests=96, tokens=128, only=MANY, seconds=500.0, regime="long")
+    return found + [replace(many, generation=g) for g in GENERATIONS[1:]]
+
+
+KERNELS = Op(
+    name="serve_kernels",
+    reference="deeptwin.parity.serving:serve_shapes",
+    outputs=(
+        Output(name="token_bn", rule=WellFormed(), dtype=torch.int32),
+        Output(name="logprob_bn", rule=WellFormed(), dtype=torch.float32),
+        Output(name="finish_b", rule=WellFormed(), dtype=torch.int32),
+    ),
+    cases=cases_kernels,
+    draw=draw_serve,
+    rows=ROWS,
+    out_rows={"token_bn": 0, "logprob_bn": 0, "finish_b": 0},
+    # kernels of prompts and of single rows are others
+    relations=tuple(relation for relation in RELATIONS if relation.name != "continuation"),
+    judges_reference=False,
+    candidates=(
+        Candidate(
+            name="triton-plan",
+            function="deeptwin.parity.serving:serve_triton",
+            interpreter_declines=lambda case: None if case.requests == 2 else "takes the interpreter too long",
+        ),
+    ),
 )
 
 CARD = Card(
@@ -407,5 +477,5 @@ CARD = Card(
         "not promised": "equal tokens of drawn requests with and without drafts, under scheduled verification, behind "
         "preemption with drafts, on another platform's draw, or with bounded replay of long prompts",
     },
-    ops=(SERVE,),
+    ops=(SERVE, KERNELS),
 )

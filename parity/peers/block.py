@@ -1,17 +1,11 @@
-"""Whole tiny models of transformers as peers of stacks of blocks; written for transformers 5.24.0.
-
-The models are built from configurations, with weights drawn here, nothing left at a default that hides errors. Hooks
-hand out what their modules compute under the names that our taps use.
-"""
+"""Layers of transformers as peers of blocks; written for transformers 5.24.0."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,40 +17,8 @@ from deeptwin.reference.presets import V3Config, V4Config
 from deeptwin.reference.v4_weights import checkpoint_names
 from deeptwin.reference.weights import MlaWeights
 
-Stages = dict[str, Tensor]
 
-
-def build(config: V3Config | V4Config, *, seed: int) -> Any:
-    """The model in fp32 with all its parameters and buffers drawn from `seed`."""
-    import transformers
-
-    if isinstance(config, V4Config):
-        generation, fields = "V4", _v4_fields(config)
-    else:
-        generation, fields = "V3" if config.index is None else "V32", _v3_fields(config)
-    made = getattr(transformers, f"Deepseek{generation}Config")(**fields, attn_implementation="eager")
-    return _drawn(getattr(transformers, f"Deepseek{generation}ForCausalLM")(made), config.router.num_experts, seed)
-
-
-def _drawn(model: Any, num_experts: int, seed: int) -> Any:
-    rng = np.random.Generator(np.random.Philox(seed))
-    for name, tensor in sorted(model.state_dict().items()):
-        if name.endswith("tid2eid"):
-            rows = [rng.permutation(num_experts)[: tensor.shape[1]] for _ in range(len(tensor))]
-            tensor.copy_(torch.from_numpy(np.stack(rows)))
-            continue
-        drawn = rng.standard_normal(tuple(tensor.shape))
-        if "norm" in name and name.endswith("weight"):
-            drawn = 1 + 0.2 * drawn
-        elif "bias" in name:
-            drawn = 0.3 * drawn
-        elif "embed" not in name:
-            drawn = drawn * tensor.shape[-1] ** -0.5
-        tensor.copy_(torch.from_numpy(drawn))
-    return model.eval().requires_grad_(False)
-
-
-def _v3_fields(config: V3Config) -> dict[str, Any]:
+def v3_fields(config: V3Config) -> dict[str, Any]:
     a, router, index = config.attention, config.router, config.index
     fields = (
         {} if index is None else {"index_n_heads": index.heads, "index_head_dim": index.dim, "index_topk": index.topk}
@@ -87,7 +49,7 @@ def _v3_fields(config: V3Config) -> dict[str, Any]:
     }
 
 
-def _v4_fields(config: V4Config) -> dict[str, Any]:
+def v4_fields(config: V4Config) -> dict[str, Any]:
     a, router, main = config.attention, config.router, config.num_layers
     names = {
         V4Kind.SLIDING: "sliding_attention",
@@ -146,70 +108,6 @@ def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     }
 
 
-def stages(model: Any, token_t: Tensor, *, chunks: Iterable[int] = ()) -> Stages:
-    """Everything that hooks see of a run over the tokens, in one pass or in cached chunks of the given sizes."""
-    found: dict[str, list[Tensor]] = {}
-    hooks = [module.register_forward_hook(hook) for module, hook in _hooks(model, found)]
-    sizes = list(chunks) or [len(token_t)]
-    cache = None
-    for part in token_t.split(sizes):
-        out = model(part[None], cache=cache, use_cache=len(sizes) > 1)
-        cache = out.get("cache") if len(sizes) > 1 else None
-    for hook in hooks:
-        hook.remove()
-    return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def _hooks(model: Any, found: dict[str, list[Tensor]]) -> Iterable[tuple[Any, Callable[..., None]]]:
-    def keep(name: str, x: Any) -> None:
-        found.setdefault(name, []).append(x.reshape(-1, *x.shape[2:]) if x.dim() > 2 else x)
-
-    def output(name: str) -> Callable[..., None]:
-        return lambda module, args, out: keep(name, out[0] if isinstance(out, tuple) else out)
-
-    def around(name: str) -> Callable[..., None]:
-        def hook(module: Any, args: Any, out: Any) -> None:
-            keep(f"{name}.x", args[0])
-            keep(f"{name}.norm", out)
-
-        return hook
-
-    def router(name: str) -> Callable[..., None]:
-        def hook(module: Any, args: Any, out: Any) -> None:
-            for part, x in zip(("logits", "weights", "experts"), out, strict=True):
-                keep(f"{name}.{part}", x)
-
-        return hook
-
-    def site(name: str) -> Callable[..., None]:
-        def hook(module: Any, args: Any, out: Any) -> None:
-            keep(f"{name}.post", out[0])
-            keep(f"{name}.comb", out[1])
-            if name.endswith("ffn"):
-                keep(f"{name.removesuffix('ffn')}stream.attn", args[0])
-
-        return hook
-
-    yield model.model.embed_tokens, output("embed")
-    for number, layer in enumerate(model.model.layers):
-        name = f"layers.{number}"
-        if hasattr(layer, "attn_hc"):
-            yield layer.attn_hc, site(f"{name}.attn")
-            yield layer.ffn_hc, site(f"{name}.ffn")
-            yield layer, output(f"{name}.stream.ffn")
-        yield layer.input_layernorm, around(f"{name}.attn")
-        yield layer.post_attention_layernorm, around(f"{name}.ffn")
-        yield layer.self_attn, output(f"{name}.attn.out")
-        owner = getattr(layer.self_attn, "compressor", None) or layer.self_attn
-        if hasattr(owner, "indexer"):
-            yield owner.indexer, output(f"{name}.attn.picks")
-        yield layer.mlp, output(f"{name}.ffn.out")
-        if hasattr(layer.mlp, "gate"):
-            yield layer.mlp.gate, router(f"{name}.ffn")
-    yield model.model.norm, around("head")
-    yield model.lm_head, output("logits")
-
-
 def transformers_v3(
     h_tm: Tensor,
     y_tm: Tensor,
@@ -248,20 +146,11 @@ def transformers_v4(
     layer: int,
 ) -> Tensor:
     """One layer of V4 in fp32, its streams rounded to bf16 at the end."""
-    made, modeling, name = _made("v4", _v4_fields(config))
+    made, modeling, name = _made("v4", v4_fields(config))
     module = getattr(modeling, f"{name}DecoderLayer")(made, layer_idx=layer).float().eval().requires_grad_(False)
     rotary = getattr(modeling, f"{name}RotaryEmbedding")(config=made)
-    state = {}
-    for field, key in checkpoint_names(1).items():
-        owner, _, part = field.rpartition(".")
-        held = getattr(weights.attention, owner) if owner else weights.attention
-        value = None if held is None else getattr(held, part)
-        if value is not None:
-            state[f"self_attn.{key}"] = value
-    for site, mixing in (("attn_hc", weights.attn_site), ("ffn_hc", weights.ffn_site)):
-        state |= {f"{site}.fn": mixing.fn_wx, f"{site}.scale": mixing.scale_z, f"{site}.base": mixing.base_w}
-    state |= _norms_and_ffn(weights.attn_norm_m, weights.ffn_norm_m, weights.ffn)
-    module.load_state_dict({name: x if x.dtype == torch.int64 else x.float() for name, x in state.items()})
+    state = layer_state_v4(weights)
+    module.load_state_dict(state)
     position = torch.arange(len(token_t))[None]
     x = stream_tnm.float()[None]
     angles = {kind: rotary(x, position_ids=position, layer_type=kind) for kind in ("main", "compress")}
@@ -277,7 +166,7 @@ def transformers_v4(
 
 def made_v3(config: V3Config) -> tuple[Any, Any, Any, Any]:
     """Configuration, classes of a layer and of a norm, and the angles of transformers' V3 or V3.2."""
-    made, modeling, name = _made("v3" if config.index is None else "v32", _v3_fields(config))
+    made, modeling, name = _made("v3" if config.index is None else "v32", v3_fields(config))
     rotary = getattr(modeling, f"{name}RotaryEmbedding")(config=made)
     return made, getattr(modeling, f"{name}DecoderLayer"), getattr(modeling, f"{name}RMSNorm"), rotary
 
@@ -298,6 +187,21 @@ def layer_state_v3(weights: V3BlockWeights, config: V3Config) -> dict[str, Tenso
     state = {f"self_attn.{name}": x for name, x in state.items()}
     state |= _norms_and_ffn(weights.attn_norm_m, weights.ffn_norm_m, weights.ffn)
     return {name: x.float() for name, x in state.items()}
+
+
+def layer_state_v4(weights: V4BlockWeights) -> dict[str, Tensor]:
+    """The weights of a block under the names of the module, in fp32."""
+    state: dict[str, Tensor] = {}
+    for field, key in checkpoint_names(1).items():
+        owner, _, part = field.rpartition(".")
+        held = getattr(weights.attention, owner) if owner else weights.attention
+        value = None if held is None else getattr(held, part)
+        if value is not None:
+            state[f"self_attn.{key}"] = value
+    for site, mixing in (("attn_hc", weights.attn_site), ("ffn_hc", weights.ffn_site)):
+        state |= {f"{site}.fn": mixing.fn_wx, f"{site}.scale": mixing.scale_z, f"{site}.base": mixing.base_w}
+    state |= _norms_and_ffn(weights.attn_norm_m, weights.ffn_norm_m, weights.ffn)
+    return {name: x if x.dtype == torch.int64 else x.float() for name, x in state.items()}
 
 
 def _made(generation: str, fields: dict[str, Any]) -> tuple[Any, Any, str]:

@@ -10,10 +10,10 @@ from deeptwin.reference.config import DsaConfig, PageLayout
 from deeptwin.reference.csa2_state import Csa2Step
 from deeptwin.reference.dsa_state import DsaCaches, DsaWeights
 
+from .attention_v3 import absorbed_output, absorbed_query, latent_rows, softmax_scale, token_slots
 from .dsa import _index_query, dsa_index_keys_triton, dsa_index_scores_paged_triton, sparse_mla_triton
 from .kv_cache import store_records_triton
 from .linear import linear_triton
-from .mla_step import absorbed_output, absorbed_query, latent_rows, softmax_scale, token_slots
 from .topk import physical_slots_triton, topk_triton
 
 

@@ -29,10 +29,10 @@ from .csa import _require_fp4, csa_select_triton, head_norm_rope_triton, v4_outp
 from .hadamard import hadamard_triton
 from .kv_cache import load_records_triton, norm_rope_store_triton, store_records_triton
 from .linear import linear_triton
+from .products_v4 import layer_norm, product, product_of_codes
 from .quant import quantize_triton
 from .sparse_attn import two_cache_attn_decode_triton, two_cache_attn_triton
 from .topk import physical_slots_triton
-from .v4_layer import layer_norm, product, product_of_codes
 from .window import history_slots_triton, ring_slots_triton, window_decode_triton, window_prefill_triton
 
 SECTIONED = PageLayout.SECTIONED
