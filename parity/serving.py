@@ -424,11 +424,13 @@ def _alone(place: int, request: Generate, guess: Sequence[int], serving: Serving
     is computed anew.
     """
     done, params = Generation(id=place, request=request), request.params.drawn
-    behind = _logits([*request.prompt, *guess], serving, num)[len(request.prompt) - 1 :]
+    behind = stateless_logits([*request.prompt, *guess], serving, num=num)[len(request.prompt) - 1 :]
     while done.finish is Finish.OPEN:
         made = done.tokens
         logits_v = (
-            behind[len(made)] if made == guess[: len(made)] else _logits([*request.prompt, *made], serving, num)[-1]
+            behind[len(made)]
+            if made == guess[: len(made)]
+            else stateless_logits([*request.prompt, *made], serving, num=num)[-1]
         )
         logits_tv = _masked(logits_v[None].to(torch.float32), request, made, serving)
         token, logprob = _drawn(
@@ -472,16 +474,18 @@ def _drawn(
     return token, float(logprob_tv[0, token])
 
 
-def _logits(tokens: list[int], serving: Serving, num: Numerics) -> Tensor:
-    """The logits behind every token, [t, v]."""
+def stateless_logits(tokens: list[int], serving: Serving, *, num: Numerics = CONTRACT, tap: Tap = ignore) -> Tensor:
+    """The logits behind every token, [t, v], of one pass over all of them; the toy has no stages."""
     if serving.generation == "toy":
         return toy_logits(tokens, vocab=serving.vocab)
     config, weights = _model(serving)
     token_t = torch.tensor(tokens)
     if isinstance(config, V3Config):
-        logits_tv = model_v3(token_t, weights, config=config, num=num)
+        logits_tv = model_v3(token_t, weights, config=config, num=num, tap=tap)
     elif isinstance(config, V4Config):
-        logits_tv = model_v4(token_t, weights, config=config, num=num)
+        logits_tv = model_v4(token_t, weights, config=config, num=num, tap=tap)
     else:
-        logits_tv = model_v41(token_t, torch.zeros_like(token_t, dtype=torch.bool), weights, config=config, num=num)
+        logits_tv = model_v41(
+            token_t, torch.zeros_like(token_t, dtype=torch.bool), weights, config=config, num=num, tap=tap
+        )
     return logits_tv

@@ -14,6 +14,7 @@ from torch import Tensor
 from deeptwin.optimized.engine_device import ModelDevice, Track
 from deeptwin.optimized.scheduler import Item, Result
 from deeptwin.optimized.steps import Runner
+from deeptwin.optimized.steps_v4 import v4_rings
 from deeptwin.reference.block_ffn import gated
 from deeptwin.reference.config import FfnConfig, MlaConfig, V4AttnConfig, WeighExperts
 from deeptwin.reference.csa import csa_step_
@@ -309,10 +310,18 @@ def _keep_the_tail(caches: V4Caches, step: Csa2Step, config: V4AttnConfig) -> No
                 pool[slot, position % pool.shape[1]] = 0.0
 
 
+def _alias_the_ring(caches: V4Caches, step: Csa2Step, config: V4AttnConfig) -> None:
+    """A ring as long as the window: a draft takes the place of a key that the row before it still sees."""
+    for slot, position in zip(step.state_b[step.seq_t.long()].tolist(), step.positions_t.tolist(), strict=True):
+        for ring, window in v4_rings(caches, slot, config)[: 2 if _is_verified(step) else 0]:
+            ring[(position - window) % len(ring)] = ring[position % len(ring)]
+
+
 csa_chunk_anew, hca_chunk_anew = _v4(before=_forget_open_groups)
 csa_without_third, hca_without_third = _v4(behind=_lose_the_third)
 csa_verified_rounded, hca_verified_rounded = _v4(behind=_round_verified)
 csa_tail_kept, hca_tail_kept = _v4(behind=_keep_the_tail)
+csa_ring_aliased, hca_ring_aliased = _v4(behind=_alias_the_ring)
 
 
 def _planned(**functions: str) -> Parts:
@@ -340,6 +349,7 @@ PARTS = {
     "third_token_lost": _planned(csa_csa_step_="csa_without_third", hca_hca_step_="hca_without_third"),
     "verified_state_rounded": _planned(csa_csa_step_="csa_verified_rounded", hca_hca_step_="hca_verified_rounded"),
     "tail_window_saved": _planned(csa_csa_step_="csa_tail_kept", hca_hca_step_="hca_tail_kept"),
+    "ring_aliased": _planned(csa_csa_step_="csa_ring_aliased", hca_hca_step_="hca_ring_aliased"),
     "right_parts": _planned(mla_mla_step_="mla_not_split", moe_plain_experts="experts_by_number"),
 }
 
