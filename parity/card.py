@@ -117,13 +117,16 @@ class Peer:
 class Mutant:
     """A named wrong variant, what is wrong with it, and the entry it stands for.
 
-    The entry is one of the fault catalogue (U…), or the parity rule (R…) that a fault without an entry breaks.
+    The entry is one of the fault catalogue (U…), or the parity rule (R…) that a fault without an entry breaks. With an
+    `axis` only the relation of that name counts as having caught it, on the cases that `only` admits.
     """
 
     name: str
     function: str
     entry: str
     fault: str
+    axis: str = ""
+    only: Callable[[Any], bool] = lambda case: True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from deeptwin.optimized.plan import Plan, plan_of
 from deeptwin.reference.config import SamplingParams
 
 from .outcome import EXIT_FAILED, EXIT_PASSED
-from .serving import Serving, engine_for
+from .serving import Parts, Serving, engine_for
 from .texts import TEXTS, token_ids, vocabulary
 from .tiny_models import GENERATIONS as GENERATIONS
 
@@ -63,7 +63,8 @@ def _one(console: Console, generation: str, plan: Plan, backend: str, overrides:
         )
         for place, name in enumerate(TEXTS)
     ]
-    engine = engine_for(serving, requests, backend, overrides=overrides)
+    parts = Parts(overrides=overrides)
+    engine = engine_for(serving, requests, backend, parts=parts)
     started = time.monotonic()
     with _progress(console, len(requests) * tokens) as hear:
         together = engine.generate(requests, hear=hear)
@@ -74,7 +75,7 @@ def _one(console: Console, generation: str, plan: Plan, backend: str, overrides:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     steps = engine.counts["prompt_steps"] + engine.counts["decode_steps"]
     console.print(f"{made} tokens in {steps} steps, {made / seconds:.1f} tokens/s, peak {peak:.0f} MiB")
-    alone = [engine_for(serving, [one], backend, overrides=overrides).generate([one])[0] for one in requests]
+    alone = [engine_for(serving, [one], backend, parts=parts).generate([one])[0] for one in requests]
     same = sum(_bits(a) == _bits(b) for a, b in zip(together, alone, strict=True))
     style = "green" if same == len(requests) else "bold red"
     console.print(f"alone: {same} of {len(requests)} texts have the same tokens and log-probability bits", style=style)

@@ -44,23 +44,25 @@ class Kill:
 
 def controls(card: Card, *, full: bool) -> list[Job]:
     """Jobs that judge the right variants: a mutant's death says nothing if its base dies too."""
-    return [job for op in card.ops if op.controls for job in plan(card, op, full=full, rows=op.controls)]
+    jobs = [job for op in card.ops if op.controls for job in plan(card, op, full=full, rows=op.controls)]
+    return [job for job in jobs if not all(row.declines(job.case) for row in job.candidates)]
 
 
 def hunt(runner: Runner, card: Card, op: Op, mutant: Mutant, *, full: bool) -> Kill:
-    """Run one mutant on the cases of its operation until a comparison kills it."""
+    """Run one mutant on the cases of its operation until a comparison kills it, that of its axis if it has one."""
     row = Candidate(name=mutant.name, function=mutant.function)
     seen: list[Outcome] = []
-    jobs = plan(card, op, full=full, rows=(row,))
+    jobs = [job for job in plan(card, op, full=full, rows=(row,)) if mutant.only(job.case)]
     for tried, job in enumerate(jobs, start=1):
-        found = runner.run_job(replace(job, peers=()), stop_at_failure=True)
+        found = runner.run_job(replace(job, peers=(), check=mutant.axis), stop_at_failure=not mutant.axis)
         seen += found
         for outcome in found:
-            if outcome.status is Status.MISMATCH:
+            if outcome.status is Status.MISMATCH and mutant.axis in ("", outcome.check):
                 return Kill(component=card.component, op=op.name, mutant=mutant, killer=outcome, tried=tried)
             if outcome.status is Status.ERROR:
                 return Kill(
                     component=card.component, op=op.name, mutant=mutant, killer=None, tried=tried, broken=outcome
                 )
-    rate = next((o for o in runner.rates(jobs, seen) if o.status is Status.MISMATCH), None)
+    rates = [] if mutant.axis else runner.rates(jobs, seen)
+    rate = next((o for o in rates if o.status is Status.MISMATCH), None)
     return Kill(component=card.component, op=op.name, mutant=mutant, killer=rate, tried=len(jobs))

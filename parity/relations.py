@@ -299,7 +299,7 @@ def declared_difference(call: CallFn, inputs: Inputs, context: Context) -> Findi
 # axes of an engine, on which what a request gets may not depend
 SERVING = (
     *("batch_composition", "arrival_order", "chunk_size", "page_size", "page_order", "prefix_hit", "draft_width"),
-    *("steps_in_flight", "preemption", "neighbour_parameters", "grammar_neighbours", "replay_modes"),
+    *("steps_in_flight", "preemption", "neighbour_parameters", "grammar_neighbours", "replay_modes", "continuation"),
 )
 
 

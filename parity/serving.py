@@ -7,9 +7,8 @@ request by itself, the whole sequence computed again for every token, drawn by t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -45,6 +44,7 @@ from deeptwin.reference.philox import subsequences
 from deeptwin.reference.presets import V3Config, V4Config
 from deeptwin.reference.sampling import argmax_tokens, sample_logits
 from deeptwin.reference.structured_output import apply_masks, token_masks
+from deeptwin.reference.taps import Tap, ignore
 
 from .tiny_drafts import tiny_draft
 from .tiny_models import tiny_model
@@ -87,6 +87,20 @@ class Serving:
 Outputs = tuple[Tensor, Tensor, Tensor]  # token_bn int32, -1 behind; logprob_bn fp32, 0 behind; finish_b int32
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an engine is made of, for whoever puts another part in; what comes before a run is served by right parts."""
+
+    device: type[ModelDevice] = ModelDevice
+    overrides: Mapping[str, str] = field(default_factory=dict)  # of the plan
+    runner: Callable[[Runner], Any] = lambda runner: runner  # what stands in its place
+    backtracking: int | None = None  # positions that a ring can take back, as many as needed if None
+    tap: Tap = ignore
+
+
+RIGHT = Parts()
+
+
 def serve_reference(
     prompt_bs: Tensor,
     length_b: Tensor,
@@ -99,8 +113,25 @@ def serve_reference(
     serving: Serving,
 ) -> Outputs:
     """The engine on functions of the reference: what is judged is scheduling, caches, drafts and drawing."""
+    rows = (prompt_bs, length_b, max_tokens_b, arrival_b, temperature_b, top_p_b, seed_b)
+    return serve_with(*rows, serving=serving, parts=RIGHT)
+
+
+def serve_with(
+    prompt_bs: Tensor,
+    length_b: Tensor,
+    max_tokens_b: Tensor,
+    arrival_b: Tensor,
+    temperature_b: Tensor,
+    top_p_b: Tensor,
+    seed_b: Tensor,
+    *,
+    serving: Serving,
+    parts: Parts,
+) -> Outputs:
+    """`serve_reference` with other parts."""
     requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    return _columns(serve(requests, arrival_b.tolist(), serving=serving, backend="reference"))
+    return _columns(serve(requests, arrival_b.tolist(), serving=serving, backend="reference", parts=parts))
 
 
 def serve_triton(
@@ -199,7 +230,7 @@ def serve(
     serving: Serving,
     backend: str,
     where: torch.device | str = "cpu",
-    device: type[ModelDevice] = ModelDevice,
+    parts: Parts = RIGHT,
     hear: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Generation]:
     """Serve requests that arrive at the given steps; `hear` sees the engine behind every step."""
@@ -208,7 +239,7 @@ def serve(
     if serving.warm:
         early = [replace(r, prompt=r.prompt[: serving.warm]) for r in requests if len(r.prompt) >= serving.warm]
         engine_for(serving, early, backend, streams={}, store=store, where=where).generate(early)
-    engine = engine_for(serving, requests, backend, streams=streams, store=store, where=where, device=device)
+    engine = engine_for(serving, requests, backend, streams=streams, store=store, where=where, parts=parts)
     found: dict[int, Generation] = {}
     step = 0
     order = sorted(range(len(requests)), key=lambda i: (arrivals[i], i))
@@ -234,8 +265,7 @@ def engine_for(
     streams: dict[int, tuple[int, ...]] | None = None,
     store: Store | None = None,
     where: torch.device | str = "cpu",
-    device: type[ModelDevice] = ModelDevice,
-    overrides: Mapping[str, str] = MappingProxyType({}),
+    parts: Parts = RIGHT,
 ) -> Engine:
     """An engine in which every request fits; a tight pool holds about two of them."""
     limits = schedule_of(serving, requests)
@@ -247,11 +277,12 @@ def engine_for(
         else None,
         vocabulary=vocabulary_of(serving.vocab) if serving.grammars else None,
     )
-    plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend, overrides)
-    runner = runner_for(serving, plan, limits, states=config.states, where=where)
+    plan = plan_of("v3" if serving.generation == "toy" else serving.generation, backend, parts.overrides)
+    room = max(limits.gamma + 1, BACKTRACKING) if parts.backtracking is None else parts.backtracking
+    runner = parts.runner(runner_for(serving, plan, limits, states=config.states, backtracking=room, where=where))
     drafter = _drafter(serving, runner, streams, config.states, str(where))
     scheduler = type("Shuffled", (_Shuffled,), {"by": serving.shuffle}) if serving.shuffle else Scheduler
-    return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=device)
+    return Engine(runner, drafter, config, store=store, scheduler=scheduler, device=parts.device, tap=parts.tap)
 
 
 def schedule_of(serving: Serving, requests: list[Generate]) -> SchedulerConfig:
@@ -279,11 +310,23 @@ def schedule_of(serving: Serving, requests: list[Generate]) -> SchedulerConfig:
 
 
 def runner_for(
-    serving: Serving, plan: Plan, limits: SchedulerConfig, *, states: int, where: torch.device | str = "cpu"
+    serving: Serving,
+    plan: Plan,
+    limits: SchedulerConfig,
+    *,
+    states: int,
+    backtracking: int = BACKTRACKING,
+    where: torch.device | str = "cpu",
 ) -> Runner:
     """A tiny model, or the toy, over caches as large as the schedule needs."""
+    sizes: dict[str, Any] = {
+        "pages": limits.num_blocks,
+        "states": states,
+        "page_tokens": serving.page,
+        "backtracking": backtracking,
+    }
     if serving.generation == "toy":
-        return ToyRunner(plan, vocab=serving.vocab, pages=limits.num_blocks, states=states, page_tokens=serving.page)
+        return ToyRunner(plan, vocab=serving.vocab, **sizes)
     config, weights = _model(serving, where)
     if serving.generation == "v41":
         keep = 0 if serving.truncation is Truncation.OFF else config.csa2.plan.ring
@@ -292,10 +335,7 @@ def runner_for(
         config,
         weights,
         plan,
-        pages=limits.num_blocks,
-        states=states,
-        page_tokens=serving.page,
-        backtracking=max(limits.gamma + 1, BACKTRACKING),
+        **sizes,
         positions=limits.max_positions,
         device=where,
     )
@@ -342,7 +382,7 @@ def _placed(value: Any, where: str) -> Any:
         return tuple(_placed(item, where) for item in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    return replace(value, **{field.name: _placed(getattr(value, field.name), where) for field in fields(value)})
+    return replace(value, **{one.name: _placed(getattr(value, one.name), where) for one in fields(value)})
 
 
 def _recomputed(serving: Serving) -> int:
@@ -399,11 +439,13 @@ def _alone(place: int, request: Generate, guess: Sequence[int], serving: Serving
     is computed anew.
     """
     done, params = Generation(id=place, request=request), request.params.drawn
-    behind = _logits([*request.prompt, *guess], serving, num)[len(request.prompt) - 1 :]
+    behind = stateless_logits([*request.prompt, *guess], serving, num=num)[len(request.prompt) - 1 :]
     while done.finish is Finish.OPEN:
         made = done.tokens
         logits_v = (
-            behind[len(made)] if made == guess[: len(made)] else _logits([*request.prompt, *made], serving, num)[-1]
+            behind[len(made)]
+            if made == guess[: len(made)]
+            else stateless_logits([*request.prompt, *made], serving, num=num)[-1]
         )
         logits_tv = _masked(logits_v[None].to(torch.float32), request, made, serving)
         token, logprob = _drawn(
@@ -447,16 +489,18 @@ def _drawn(
     return token, float(logprob_tv[0, token])
 
 
-def _logits(tokens: list[int], serving: Serving, num: Numerics) -> Tensor:
-    """The logits behind every token, [t, v]."""
+def stateless_logits(tokens: list[int], serving: Serving, *, num: Numerics = CONTRACT, tap: Tap = ignore) -> Tensor:
+    """The logits behind every token, [t, v], of one pass over all of them; the toy has no stages."""
     if serving.generation == "toy":
         return toy_logits(tokens, vocab=serving.vocab)
     config, weights = _model(serving)
     token_t = torch.tensor(tokens)
     if isinstance(config, V3Config):
-        logits_tv = model_v3(token_t, weights, config=config, num=num)
+        logits_tv = model_v3(token_t, weights, config=config, num=num, tap=tap)
     elif isinstance(config, V4Config):
-        logits_tv = model_v4(token_t, weights, config=config, num=num)
+        logits_tv = model_v4(token_t, weights, config=config, num=num, tap=tap)
     else:
-        logits_tv = model_v41(token_t, torch.zeros_like(token_t, dtype=torch.bool), weights, config=config, num=num)
+        logits_tv = model_v41(
+            token_t, torch.zeros_like(token_t, dtype=torch.bool), weights, config=config, num=num, tap=tap
+        )
     return logits_tv

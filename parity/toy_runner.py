@@ -17,8 +17,7 @@ from deeptwin.optimized.steps import Forward
 from deeptwin.reference.csa2_state import Csa2Step
 from deeptwin.reference.taps import Tap, ignore
 
-WINDOW, BACKTRACKING = 6, 9
-RING = WINDOW + BACKTRACKING
+WINDOW = 6
 RADIX, STRIDE, ODD = -7046029254386353131, -7723592293110705685, -4658895280553007687
 
 
@@ -34,15 +33,24 @@ class ToyRunner:
     history = 2
 
     def __init__(
-        self, plan: Plan, *, vocab: int, pages: int, states: int, page_tokens: int, spread: float = 4.0
+        self,
+        plan: Plan,
+        *,
+        vocab: int,
+        pages: int,
+        states: int,
+        page_tokens: int,
+        backtracking: int = 9,
+        spread: float = 4.0,
     ) -> None:
         self.plan, self.vocab, self.page_tokens, self.spread = plan, vocab, page_tokens, spread
         self.key_po = torch.arange(pages * page_tokens).view(pages, page_tokens) * ODD + 1  # what nobody wrote
-        self.ring_so = torch.arange(states * RING).view(states, RING) * ODD + 2
+        ring = WINDOW + backtracking
+        self.ring_so = torch.arange(states * ring).view(states, ring) * ODD + 2
 
     def forward(self, token_t: Tensor, past_bk: Tensor, step: Csa2Step, *, tap: Tap = ignore) -> Forward:
         """Keys into pages and rings, then every row from what is there."""
-        at_t, seq_t = step.positions_t.long(), step.seq_t.long()
+        at_t, seq_t, ring = step.positions_t.long(), step.seq_t.long(), self.ring_so.shape[1]
         key_t = token_t * STRIDE + at_t
         for back, factor in ((1, RADIX), (2, ODD)):
             key_t = key_t + self._before(token_t, past_bk, step, back) * factor
@@ -51,13 +59,13 @@ class ToyRunner:
         # a prompt's row sees the window as it was before the chunk, and what the chunk has put there since
         window_tw = at_t[:, None] - torch.arange(WINDOW)
         first_t1 = step.first_b.long()[seq_t][:, None]
-        old_tw = self.ring_so[slot_t[:, None], window_tw % RING]
+        old_tw = self.ring_so[slot_t[:, None], window_tw % ring]
         row_tw = (torch.arange(len(token_t))[:, None] - torch.arange(WINDOW)).clamp(min=0)
         seen_tw = torch.where(window_tw < first_t1, old_tw, key_t[row_tw])
         self.key_po[step.table_bp.long()[seq_t, at_t // self.page_tokens], at_t % self.page_tokens] = key_t
-        self.ring_so[slot_t, at_t % RING] = key_t
+        self.ring_so[slot_t, at_t % ring] = key_t
         if step.decode:
-            seen_tw = self.ring_so[slot_t[:, None], window_tw % RING]
+            seen_tw = self.ring_so[slot_t[:, None], window_tw % ring]
         there_tw = window_tw >= step.valid_b.long()[seq_t][:, None].clamp(min=0)
         ring_t = torch.where(there_tw, _mixed(seen_tw + window_tw * STRIDE), 0).sum(1)
         hidden_t = _mixed(self._pages(step)[seq_t, at_t] + ring_t)

@@ -18,7 +18,7 @@ from torch import Tensor
 from deeptwin.optimized.verification import Greedy
 from deeptwin.reference.config import Draw, Finish, Truncation
 
-from ..card import Candidate, Card, Inputs, Op, Output, Outputs, Relation, variants
+from ..card import Candidate, Card, Inputs, Mutant, Op, Output, Outputs, Relation, variants
 from ..relations import CallFn, Context, first_difference
 from ..rules import Bitwise, Judgement, Oracles, at
 from ..serving import GENERATIONS, Serving
@@ -83,6 +83,8 @@ def cases_serve(full: bool) -> list[ServeCase]:
     found = [ServeCase(generation=g, prompt=34 if g == "v41" else 20) for g in GENERATIONS]
     found += [ServeCase(generation="toy", requests=12, prompt=50, tokens=20), ServeCase(generation="toy", requests=0)]
     found += [replace(many, generation="toy", only=(*MANY, "chunk_size")), replace(many, layers=2)]
+    # groups of four that an answer completes
+    found.append(ServeCase(generation="v4", requests=1, tokens=10, only=("continuation", "draft_width"), regime="long"))
     if full:
         found += [replace(many, generation=g, seconds=3000.0) for g in ("v3", "v32", "v4", "v41")]
         found += [ServeCase(generation=g, requests=9, prompt=70, tokens=12, seconds=1000.0) for g in GENERATIONS]
@@ -154,9 +156,14 @@ def _unchanged(*changes: tuple[str, dict[str, Any]]) -> Axis:
 def batch_composition(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
     """Requests alone, in pairs, twice, more and fewer at a time."""
     expected, count, limit_b = call(inputs), len(inputs["length_b"]), inputs["max_tokens_b"]
-    groups = [[0], [count - 1, 0], [0] * 9] if count < 20 else [list(range(0, count, 16))]
+    groups = [[0], [count - 1, 0]] if count < 20 else [list(range(0, count, 16))]
     for group in _some(groups, inputs, context) if count else []:
         yield f"requests {group}", call(_rows(inputs, group)), _of(expected, group, limit_b)
+    crossed = (7, 8, 9) if context.full or inputs["serving"].generation == "toy" else (9,)
+    for copies in crossed if 0 < count < 20 else ():  # a limit that batches cross
+        serving = replace(inputs["serving"], max_requests=copies, budget=copies * len(inputs["prompt_bs"][0]))
+        many = _rows(inputs, [0] * copies) | {"serving": serving, "arrival_b": torch.zeros(copies).long()}
+        yield f"{copies} alike at once", call(many), _of(expected, [0] * copies, limit_b)
     for most in (1,) if count < 20 else (64,):
         serving = replace(inputs["serving"], max_requests=most)
         if count:
@@ -190,6 +197,30 @@ def neighbours(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]
         for name, value in values.items():
             changed[name][1:] = value
         yield label, _row(call(inputs | changed), 0), _row(expected, 0)
+    if len(inputs["length_b"]) > 1 and (context.full or inputs["serving"].generation == "toy"):
+        serving = replace(inputs["serving"], gamma=2, quality=60)
+        drafted = inputs | {"serving": serving, "temperature_b": torch.ones(len(inputs["length_b"]))}
+        seed_b = inputs["seed_b"].clone()
+        seed_b[1:] = 12345
+        yield "other seeds, with drafts", _row(call(drafted | {"seed_b": seed_b}), 0), _row(call(drafted), 0)
+
+
+def continuation(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
+    """Prompts that end with the beginning of their own answer go on alike: so their lengths have every residue."""
+    expected, length_b, limit_b = call(inputs), inputs["length_b"], inputs["max_tokens_b"]
+    for made in (1, 2, 3):
+        own_b = (expected["token_bn"] >= 0).sum(1)
+        rows = (own_b > made).nonzero()[:, 0].tolist()
+        few, width = _rows(inputs, rows), inputs["prompt_bs"].shape[1] + made
+        prompt_bs = torch.zeros(len(rows), width, dtype=torch.int32)
+        for place, b in enumerate(rows):
+            own = [*inputs["prompt_bs"][b, : length_b[b]].tolist(), *expected["token_bn"][b, :made].tolist()]
+            prompt_bs[place, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        few |= {"prompt_bs": prompt_bs, "length_b": few["length_b"] + made, "max_tokens_b": few["max_tokens_b"] - made}
+        rest = _of(expected, rows, limit_b)
+        rest = {name: x[:, made:] if x.dim() == 2 else x for name, x in rest.items()}
+        if rows:
+            yield f"behind {made} tokens", call(few), rest
 
 
 def grammars(inputs: Inputs, call: CallFn, context: Context) -> Iterator[Pair]:
@@ -273,6 +304,7 @@ MANY = ("batch_composition", "arrival_order")
 AXES: dict[str, tuple[str, Axis]] = {
     "batch_composition": ("batch composition", batch_composition),
     "arrival_order": ("arrival order", arrival_order),
+    "continuation": ("length of the prompt", continuation),
     "chunk_size": ("chunks of prompts", _unchanged(("budget 7", {"budget": 7}), ("budget 1000", {"budget": 1000}))),
     "page_size": ("page size", _unchanged(("pages of 32", {"page": 32}), ("pages of 48", {"page": 48}))),
     "page_order": ("order of pages and states", _unchanged(("1", {"shuffle": 1}), ("2", {"shuffle": 2}))),
@@ -307,8 +339,57 @@ RELATIONS = (
         name="declared_difference",
         axis="what is not promised",
         hook=not_promised,
-        only=lambda case: 0 < case.requests < 20 and case.generation != "toy",
+        only=lambda case: 0 < case.requests < 20 and not case.only,
     ),
+)
+
+
+def _elsewhere(case: ServeCase) -> str | None:
+    """Right parts in place of those that mutants exchange: what they cannot show, the small cases cannot either."""
+    return None if case.generation in ("toy", "v3") and case.requests == 4 else "right parts are tried on small cases"
+
+
+def _fault(name: str, entry: str, axis: str, fault: str, generation: str, *, requests: int = 4) -> Mutant:
+    """A mutant that its axis must catch, on the smallest case of a generation that shows it."""
+
+    def only(case: ServeCase) -> bool:
+        return (case.generation, case.requests) == (generation, requests) and not case.layers
+
+    return replace(_mutant(name, entry, fault), axis=axis, only=only)
+
+
+MUTANTS = (
+    _fault("state_not_carried", "U27", "chunk_size", "a later chunk finds no state of its open group", "v4"),
+    _fault(
+        "third_token_lost",
+        "U31",
+        "continuation",
+        "the last of 4 n + 3 tokens is not kept for its group",
+        "v4",
+        requests=1,
+    ),
+    _fault(
+        "verified_state_rounded",
+        "U32",
+        "draft_width",
+        "several rows leave another state than one by one",
+        "v4",
+        requests=1,
+    ),
+    _fault("tail_window_saved", "U33", "draft_width", "a group that drafts have left is not kept", "v4", requests=1),
+    _fault("stale_ring", "U34", "prefix_hit", "behind a hit the window is another request's", "toy"),
+    _fault("window_recomputed", "U35", "prefix_hit", "behind a hit no row sees the window before it", "toy"),
+    _fault("ring_of_the_window", "U36", "draft_width", "a ring without room for drafts", "toy"),
+    _fault("drafts_not_taken_back", "U62", "draft_width", "rows of rejected drafts stay in the cache", "v3"),
+    _fault("seed_of_the_prompt", "U65", "declared_difference", "all samples of a prompt have one seed", "toy"),
+    _fault("seed_of_a_neighbour", "U66", "neighbour_parameters", "drafts are judged with the last one's seed", "toy"),
+    _fault("seed_of_the_place", "U67", "arrival_order", "the seed is the place in the batch", "toy"),
+    _fault("seed_ignored", "U68", "declared_difference", "the seed that was asked for is not used", "toy"),
+    _fault("late_divergence", "U69", "batch_composition", "an ulp in one row of a thousand", "toy", requests=96),
+    _fault("combined_as_they_come", "U70", "batch_composition", "experts are added as they come", "v3"),
+    _fault("split_at_the_chunk", "U71", "chunk_size", "keys before a chunk and in it are summed apart", "v3"),
+    _fault("other_from_eight_rows", "U72", "batch_composition", "another kernel from eight rows on", "toy"),
+    _fault("split_by_batch", "U73", "batch_composition", "as many splits of the keys as requests", "v3"),
 )
 
 SERVE = Op(
@@ -327,6 +408,8 @@ SERVE = Op(
     judges_reference=False,
     golden=lambda: cases_serve(False)[:5],
     candidates=(Candidate(name="reference-plan", function="deeptwin.parity.serving:serve_reference", archs=("cpu",)),),
+    mutants=MUTANTS,
+    controls=(replace(_control("right_parts"), declines=_elsewhere),),
 )
 
 
@@ -377,7 +460,8 @@ KERNELS = Op(
     draw=draw_serve,
     rows=ROWS,
     out_rows={"token_bn": 0, "logprob_bn": 0, "finish_b": 0},
-    relations=RELATIONS,
+    # kernels of prompts and of single rows are others
+    relations=tuple(relation for relation in RELATIONS if relation.name != "continuation"),
     judges_reference=False,
     candidates=(
         Candidate(
