@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,12 @@ def measure(bench: Bench, ceilings: Ceilings) -> list[Timing]:
 
 
 def _on_host(value: Any) -> Any:
+    if (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and any(isinstance(getattr(value, field.name), Tensor) for field in fields(value))
+    ):
+        return replace(value, **{field.name: _on_host(getattr(value, field.name)) for field in fields(value)})
     return value.cpu() if isinstance(value, Tensor) else value
 
 
@@ -193,7 +199,7 @@ def _verdict(
     outputs = dict(zip((output.name for output in op.outputs), values, strict=True))
     picked = {name: x.cpu() for name, x in (outputs if op.writes else pick_rows(op, rows)(outputs)).items()}
     found = []
-    for one in judge(picked, oracles):
+    for one in judge(picked, oracles, dict(candidate.rules)):
         failed, excused = one.status is Status.MISMATCH, one.output in candidate.unpromised
         status = Status.KNOWN_FAILURE if failed and excused else one.status
         found.append(
