@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import json
 import pkgutil
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ SLOWER, SLOWER_MS = 1.05, 0.0008  # R19: a regression is beyond both
 class Bench:
     """One production shape: how its inputs are drawn on a device, and the least work that it is.
 
-    `flops` counts two for a multiply-add, `bytes` every input and output once.
+    `flops` counts two for a multiply-add, `bytes` every input and output once. `promises` are arguments beyond those of
+    the reference, for candidates that know them: what a caller vouches for need not be read back from the device.
     """
 
     component: str
@@ -55,6 +57,7 @@ class Bench:
     draw: Callable[[DeviceDraws], Inputs]
     flops: float = 0.0
     bytes: float = 0.0
+    promises: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -152,9 +155,9 @@ def _on_host(value: Any) -> Any:
     if (
         is_dataclass(value)
         and not isinstance(value, type)
-        and any(isinstance(getattr(value, field.name), Tensor) for field in fields(value))
+        and any(isinstance(getattr(value, x.name), Tensor) for x in fields(value))
     ):
-        return replace(value, **{field.name: _on_host(getattr(value, field.name)) for field in fields(value)})
+        return replace(value, **{x.name: _on_host(getattr(value, x.name)) for x in fields(value)})
     return value.cpu() if isinstance(value, Tensor) else value
 
 
@@ -164,9 +167,11 @@ def _timed(bench: Bench, op: Op, row: Candidate, inputs: Inputs, rows: list[int]
     if missing:
         return replace(base, message=f"needs {', '.join(missing)}")
     function = resolve(row.function)
+    known = inspect.signature(function).parameters
+    promised = {name: value for name, value in bench.promises.items() if name in known}
 
     def call() -> Any:
-        return function(**inputs)
+        return function(**inputs, **promised)
 
     try:
         before = _verdict(call(), op, rows, oracles, row)

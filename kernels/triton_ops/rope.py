@@ -47,6 +47,7 @@ def _rope(
     head_dim,
     num_positions,
     start,
+    rest_start,
     stride_xt,
     stride_xh,
     stride_xd,
@@ -71,28 +72,33 @@ def _rope(
     sin = tl.load(row_ptr + (pair + HALF) * stride_tr, mask=known, other=float("nan"))
     if INVERSE:
         sin = sin * -1.0  # as exact as a negation, which the Ascend thread path does not know
-    # 2. the rotated slice
-    if INTERLEAVED:
-        first = start + 2 * pair
-        second = first + 1
-    else:
-        first = start + pair
-        second = first + HALF
-    mask = (head < num_heads) & (pair < HALF)
+    # 2. the rotated slice; pairs side by side are read and written as one run of channels
     x_ptrs = x_ptr + token * stride_xt + head * stride_xh
     y_ptrs = y_ptr + (token * num_heads + head) * head_dim
-    u = tl.load(x_ptrs + first * stride_xd, mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(x_ptrs + second * stride_xd, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptrs + first, difference_of_products(u, cos, v, sin).to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptrs + second, difference_of_products(u, sin, v * -1.0, cos).to(y_ptr.dtype.element_ty), mask=mask)
-    # 3. the other channels
+    if INTERLEAVED:
+        item = tl.arange(0, 2 * BLOCK_HALF).to(tl.int64)[None, :]
+        mask = (head < num_heads) & (item < 2 * HALF)
+        both = tl.load(x_ptrs + (start + item) * stride_xd, mask=mask, other=0.0).to(tl.float32)
+        u, v = tl.split(tl.reshape(both, [BLOCK_HEADS, BLOCK_HALF, 2]))
+        turned = tl.join(
+            difference_of_products(u, cos, v, sin).to(y_ptr.dtype.element_ty),
+            difference_of_products(u, sin, v * -1.0, cos).to(y_ptr.dtype.element_ty),
+        )
+        tl.store(y_ptrs + start + item, tl.reshape(turned, [BLOCK_HEADS, 2 * BLOCK_HALF]), mask=mask)
+    else:
+        first, second = start + pair, start + pair + HALF
+        mask = (head < num_heads) & (pair < HALF)
+        u = tl.load(x_ptrs + first * stride_xd, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(x_ptrs + second * stride_xd, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptrs + first, difference_of_products(u, cos, v, sin).to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptrs + second, difference_of_products(u, sin, v * -1.0, cos).to(y_ptr.dtype.element_ty), mask=mask)
+    # 3. the other channels, all on one side of the slice
     rest = head_dim - 2 * HALF
     for offset in range(0, rest, BLOCK_REST):
         index = offset + tl.arange(0, BLOCK_REST).to(tl.int64)[None, :]
-        channel = tl.where(index < start, index, index + 2 * HALF)
         rest_mask = (head < num_heads) & (index < rest)
-        x = tl.load(x_ptrs + channel * stride_xd, mask=rest_mask, other=0.0)
-        tl.store(y_ptrs + channel, x.to(y_ptr.dtype.element_ty), mask=rest_mask)
+        x = tl.load(x_ptrs + (rest_start + index) * stride_xd, mask=rest_mask, other=0.0)
+        tl.store(y_ptrs + rest_start + index, x.to(y_ptr.dtype.element_ty), mask=rest_mask)
 
 
 @triton.jit
@@ -150,6 +156,7 @@ def rope(
         d,
         s,
         0 if first else d - r,
+        r if first else 0,
         *x_thd.stride(),
         *table_sr.stride(),
         positions_t.stride(0),

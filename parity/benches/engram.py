@@ -10,7 +10,7 @@ from ..bench import Bench
 from ..card import Inputs
 from ..device_draws import DeviceDraws
 
-TOKENS, ROWS = 8192, 8_388_608
+TOKENS, ROWS = 8192, 2_097_152
 COLUMNS, WIDTH, STREAMS, HIDDEN = (
     ENGRAM_V41.num_columns,
     ENGRAM_V41.head_dim,
@@ -51,6 +51,7 @@ BENCHES = (
         shape=f"t{TOKENS}-z{COLUMNS}-d{WIDTH}",
         draw=_rows,
         bytes=float(TOKENS * (_READ + COLUMNS * (WIDTH + WIDTH // 32))),
+        promises={"trusted": True},
     ),
     Bench(
         component="engram",
@@ -58,6 +59,7 @@ BENCHES = (
         shape=f"t{TOKENS}-z{COLUMNS}-d{WIDTH}",
         draw=_embed,
         bytes=float(TOKENS * (_READ + 2 * COLUMNS * WIDTH)),
+        promises={"trusted": True},
     ),
     Bench(
         component="engram",

@@ -265,6 +265,12 @@ TOPK = Op(
             expect=NO_PRODUCT | VECTOR,
         ),
         BuildCase(
+            name="fp32-s8192-k512",
+            kernel="deeptwin.kernels.triton_ops.topk:_select_at_once",
+            launch="deeptwin.parity.builds.launches.topk:topk_at_once",
+            expect=NO_PRODUCT,
+        ),
+        BuildCase(
             name="fp32-k512",
             kernel="deeptwin.kernels.triton_ops.topk:_select",
             launch="deeptwin.parity.builds.launches.topk:topk_fp32",
