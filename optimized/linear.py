@@ -181,7 +181,9 @@ def linear_codes_deep_gemm(
         raise NotImplementedError(f"add_tf, dtype, x_q: expected None, bfloat16 and rows, got {dtype}, {x_q.shape}")
     library = deep_gemm()
     y_tf = torch.empty(x_q.shape[0], w_q.shape[0], dtype=dtype, device=x_q.device)
-    library.fp8_gemm_nt((x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)), (w_q, w_sf), y_tf)
+    library.fp8_gemm_nt(
+        (x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)), (w_q, w_sf.contiguous()), y_tf
+    )
     return y_tf
 
 

@@ -55,9 +55,8 @@ def codes_launch(scale: str, tokens: int) -> ProductLaunch:
 def product_program(scale: str, *, launch: ProductLaunch | None = None):
     """The program for any number of rows, features and width, a multiple of 128; rows may lie apart.
 
-    Args:
-        scale: `f32` or `byte` (UE8M0) for blocks of 128 and of 128 x 128, `word` for blocks of 32 and of 32 x 32 whose
-            four UE8M0 scales of a step come as one int32.
+    `scale` is `f32` or `byte` (UE8M0) for blocks of 128 and of 128 x 128, `word` for blocks of 32 and of 32 x 32, whose
+    four UE8M0 scales of a step come as one int32.
     """
     launch = launch or codes_launch(scale, STEP)
     rows, columns, buffers, programs, band = launch.rows, launch.features, launch.buffers, launch.programs, launch.band

@@ -1069,7 +1069,10 @@ def _magnitudes(inputs: Inputs) -> Tensor:
 
 FP8_SCORES = {"scores_ts": Fp8Unit(reach=_magnitudes)}
 _NAN_HIDDEN = {"scores_ts": "a maximum with zero hides the NaN of a key; an absent page is read as page 0"}
-_TAIL = {"scores_ts": "columns that a query does not see are written, or left as they were"}
+UNCLEANED = dict.fromkeys(
+    ("scores_ts", "batch_invariant", "chunk_invariant", "run_to_run", "causality", "masked_equals_absent"),
+    "columns that a query does not see are written, or left as they were",
+)
 
 SCORES = Op(
     name="dsa_index_scores",
@@ -1125,7 +1128,7 @@ SCORES = Op(
             needs=("deep_gemm",),
             declines=outside_deep_gemm_scores,
             rules=FP8_SCORES,
-            unpromised=_TAIL | {"causality": _TAIL["scores_ts"], "masked_equals_absent": _TAIL["scores_ts"]},
+            unpromised=UNCLEANED,
             required=False,
         ),
     ),

@@ -149,6 +149,9 @@ def cases(full: bool) -> list[SelectCase]:
         replace(SMALL, tokens=2, columns=2300, k=512, regime="relu"),
         replace(SMALL, tokens=1, columns=2100, k=700, regime="nan"),
         replace(SMALL, tokens=1, columns=4096, k=512, dtype="fp32"),
+        # beyond the registers of a program
+        replace(SMALL, tokens=1, columns=32800, k=512, regime="relu"),
+        replace(SMALL, tokens=1, columns=33000, k=2048, regime="near", dtype="fp32"),
     ]
     if full:
         found += [
