@@ -25,8 +25,8 @@ class Fp8Unit:
     """
 
     reach: Callable[[Inputs], Tensor] = field(repr=False)
-    element: float = 2.0**-9
-    total: float = 2.0**-11
+    element: float = 2.0**-10
+    total: float = 2.0**-12
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
         """Judge `got` against SEMANTIC, in shares of the reach of each element."""
