@@ -238,7 +238,7 @@ def dsa_index_scores_paged_deep_gemm(
     library = deep_gemm()
     table_tj, columns = table_tj.clamp(0, pages - 1), table_tj.shape[1] * page
     length_t = length_t.clamp(max=columns)
-    plan = library.get_paged_mqa_logits_metadata(length_t, page, library.get_num_sms())
+    plan = library.get_paged_mqa_logits_metadata(length_t[:, None], page, library.get_num_sms())
     cache = cache_pow.contiguous().view(pages, page, 1, width)
     q = q_thd.contiguous()[:, None]
     logits: Tensor = library.fp8_paged_mqa_logits(q, cache, w_th, length_t, table_tj, plan, columns, True)

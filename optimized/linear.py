@@ -170,7 +170,7 @@ def linear_codes_deep_gemm(
         TypeError: as `linear_codes_triton`.
         ValueError: as `linear_codes_triton`.
         NotImplementedError: no DeepGEMM, other formats than fp8_1x128 and fp8_128x128, `add_tf`, another dtype than
-            bf16, or no row.
+            bf16, features that are none of 8, or no row.
     """
     _check_rows(x_q, x_sf, x_fmt)
     _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
@@ -179,11 +179,13 @@ def linear_codes_deep_gemm(
         raise NotImplementedError(f"x_fmt, w_fmt: expected fp8_1x128, fp8_128x128, got {x_fmt.name}, {w_fmt.name}")
     if add_tf is not None or dtype is not torch.bfloat16 or not x_q.shape[0]:
         raise NotImplementedError(f"add_tf, dtype, x_q: expected None, bfloat16 and rows, got {dtype}, {x_q.shape}")
+    if w_q.shape[0] % 8:
+        raise NotImplementedError(f"w_q: expected 8·n features, got {w_q.shape[0]}")
     library = deep_gemm()
     y_tf = torch.empty(x_q.shape[0], w_q.shape[0], dtype=dtype, device=x_q.device)
-    library.fp8_gemm_nt(
-        (x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)), (w_q, w_sf.contiguous()), y_tf
-    )
+    if w_sf.stride() != (w_sf.shape[1], 1):  # of one row torch calls any stride contiguous, the library does not
+        w_sf = w_sf.clone(memory_format=torch.contiguous_format)
+    library.fp8_gemm_nt((x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)), (w_q, w_sf), y_tf)
     return y_tf
 
 

@@ -117,9 +117,7 @@ def score_program(num_heads: int, *, exact: bool, paged: bool, launch: ScoreLaun
             ready = T.alloc_barrier([GROUP] * buffers)
             free = T.alloc_barrier([consumers] * buffers)
             if exact:
-                raw_q = T.alloc_shared((columns, WIDTH), T.float8_e4m3fn)
                 raw = T.alloc_shared((raw_buffers, keys, WIDTH), T.float8_e4m3fn)
-                raw_q_ready = T.alloc_barrier(GROUP)
                 raw_ready = T.alloc_barrier([GROUP] * raw_buffers)
             thread = T.get_thread_binding()
             first = T.alloc_var(T.int32)
@@ -194,26 +192,29 @@ def score_program(num_heads: int, *, exact: bool, paged: bool, launch: ScoreLaun
                 T.set_max_nreg(launch.producer_registers, 0)
                 q_rows = q_yd[tile * columns : (tile + 1) * columns, 0:WIDTH]
                 if exact:
-                    # 6. codes come a block ahead of their widening
-                    T.tma_copy(q_rows, raw_q, barrier=raw_q_ready)
-                    T.barrier_arrive(raw_q_ready)
-                    for b in T.serial(raw_buffers - 1):
+                    # 6. codes come a block ahead of their widening; those of the queries through the last buffer
+                    last = raw_buffers - 1
+                    T.tma_copy(q_rows, raw[last, 0:columns, :], barrier=raw_ready[last])
+                    T.barrier_arrive(raw_ready[last])
+                    for b in T.serial(last):
                         if b < blocks:
                             read_keys(k, table_tj, token0, raw, b, first + b * keys, raw_ready)
-                    T.barrier_wait(raw_q_ready, 0)
+                    T.barrier_wait(raw_ready[last], 0)
                     for i, j in T.Parallel(columns, WIDTH):
-                        q[i, j] = T.cast(raw_q[i, j], T.float16)
+                        q[i, j] = T.cast(raw[last, i, j], T.float16)
                     T.fence_proxy_async()
                     T.barrier_arrive(q_ready)
                     for block in T.serial(blocks):
                         slot = block % buffers
-                        ahead = block + raw_buffers - 1
+                        ahead = block + last
                         if ahead < blocks:
                             # all have read what stood there
                             T.sync_threads(7, GROUP)
                             read_keys(k, table_tj, token0, raw, ahead % raw_buffers, first + ahead * keys, raw_ready)
                         T.barrier_wait(free[slot], block // buffers % 2 ^ 1)
-                        T.barrier_wait(raw_ready[block % raw_buffers], block // raw_buffers % 2)
+                        # the last buffer has been filled once more than the others
+                        filled = block // raw_buffers + T.if_then_else(block % raw_buffers == last, 1, 0)
+                        T.barrier_wait(raw_ready[block % raw_buffers], filled % 2)
                         widen(raw, key, block % raw_buffers, slot)
                         T.fence_proxy_async()
                         T.barrier_arrive(ready[slot])

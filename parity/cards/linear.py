@@ -645,7 +645,8 @@ def on_silicon(case: CodesCase) -> str | None:
 def outside_deep_gemm(case: CodesCase) -> str | None:
     """Why DeepGEMM's FP8 product does not take a case."""
     fits = (case.x, case.w, case.out, case.add) == ("fp8_1x128", "fp8_128x128", "bf16", False)
-    return None if fits and case.tokens and case.width % 128 == 0 else "fp8_1x128 rows by fp8_128x128 weights only"
+    fits = fits and case.tokens > 0 and case.width % 128 == 0 and case.features % 8 == 0
+    return None if fits else "fp8_1x128 rows by fp8_128x128 weights of 8·n features only"
 
 
 def outside_specialised(case: CodesCase) -> str | None:
