@@ -187,6 +187,15 @@ def scale_sums(sums, shrink):
 
 
 @T.macro
+def add_values(shared, now, phase, key_half, sums):
+    """Start the product of the weights of a block with a half of its values."""
+    T.barrier_wait(shared.weight_ready[now], phase)
+    T.barrier_wait(shared.key_ready[now], phase)
+    T.fence_proxy_async()
+    T.wgmma_gemm(shared.weight, key_half[now, :, :], sums)
+
+
+@T.macro
 def first_group(shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail):
     """Score the even blocks and sum the left half of the values; `top` and `total` end as those of the row."""
     T.fill(top, LOWEST)
@@ -200,8 +209,7 @@ def first_group(shared, blocks, scale_log2, left, score, top, total, shrink, blo
         T.barrier_wait(shared.weight_free[1], phase ^ 1)  # the odd weights before
         publish_block(shared, 0, score, top, total, shrink)
         scale_sums(left, shrink)
-        T.barrier_wait(shared.weight_ready[0], phase)
-        T.wgmma_gemm(shared.weight, shared.key_left[0, :, :], left)
+        add_values(shared, 0, phase, shared.key_left, left)
         T.wait_wgmma(0)
         T.barrier_arrive(shared.weight_free[0])
         T.barrier_arrive(shared.key_free[0])
@@ -211,7 +219,7 @@ def first_group(shared, blocks, scale_log2, left, score, top, total, shrink, blo
             T.copy(shared.state[1, :], top)
             T.copy(shared.state[2, :], total)
             scale_sums(left, shrink)
-            T.wgmma_gemm(shared.weight, shared.key_left[1, :, :], left)
+            add_values(shared, 1, phase, shared.key_left, left)
             T.wait_wgmma(0)
             T.barrier_arrive(shared.key_free[1])
 
@@ -232,7 +240,7 @@ def second_group(shared, blocks, scale_log2, right, score, top, total, shrink, b
         T.copy(shared.state[1, :], top)
         T.copy(shared.state[2, :], total)
         scale_sums(right, shrink)
-        T.wgmma_gemm(shared.weight, shared.key_right[0, :, :], right)
+        add_values(shared, 0, phase, shared.key_right, right)
         if pair * 2 + 1 < blocks:
             weigh_block(score, block_top, top, total, shrink, block_total)
         T.wait_wgmma(0)
@@ -241,8 +249,7 @@ def second_group(shared, blocks, scale_log2, right, score, top, total, shrink, b
             T.barrier_wait(shared.weight_free[0], phase)  # the first group has read the even weights
             publish_block(shared, 1, score, top, total, shrink)
             scale_sums(right, shrink)
-            T.barrier_wait(shared.weight_ready[1], phase)
-            T.wgmma_gemm(shared.weight, shared.key_right[1, :, :], right)
+            add_values(shared, 1, phase, shared.key_right, right)
             T.wait_wgmma(0)
             T.barrier_arrive(shared.weight_free[1])
             T.barrier_arrive(shared.key_free[1])
