@@ -70,7 +70,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
     if width not in (512, 576):
         raise NotImplementedError(f"width: expected 512 or 576, got {width}")
     tail, tiles = width - VALUES, num_heads // HEADS
-    tokens, requests, columns, pages, slots = T.dynamic("tokens, requests, columns, pages, slots")
+    tokens, requests, columns, pages = T.dynamic("tokens, requests, columns, pages")
     page_stride, table_stride, parts = T.dynamic("page_stride, table_stride, parts")
 
     @T.macro
@@ -93,7 +93,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
     @T.prim_func
     def mla_decode(
         q_thd: T.Tensor((tokens, num_heads, width), T.bfloat16),
-        cache_pod: T.StridedTensor((pages, slots, width), (page_stride, width, 1), T.bfloat16),
+        cache_pod: T.StridedTensor((pages, KEYS, width), (page_stride, width, 1), T.bfloat16),
         table_bp: T.StridedTensor((requests, columns), (table_stride, 1), T.int32),
         length_b: T.Tensor((requests,), T.int32),
         part_ithu: T.Tensor((parts, tokens, num_heads, VALUES), T.float32),
@@ -216,16 +216,27 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
                 read_queries(q_thd, token, head0, shared, first, lane, tail)
                 for block in T.serial(T.ceildiv(T.min(end, last_split * SPLIT) - first_split * SPLIT, KEYS)):
                     now = block % 2
+                    at = first_split * SPLIT + block * KEYS
+                    named = table_bp[request, at // KEYS]
+                    used = T.if_then_else(named < pages, named, -1)
                     for g in T.unroll(KEYS // STEP):
-                        position = first_split * SPLIT + block * KEYS + g * STEP + first
-                        column = position // slots
-                        page[g] = T.if_then_else(position < end, table_bp[request, column], -1)
-                        row[g] = T.if_then_else(page[g] < pages, page[g], -1)
-                        page[g] = T.max(row[g], 0)
-                        slot[g] = position - column * slots
+                        row[g] = T.if_then_else(at + g * STEP + first < end, used, -1)
+                        page[g] = T.max(used, 0)
+                        slot[g] = g * STEP + first
                     T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
                     name_keys(shared, now, row, first, lane)
-                    read_rows(cache_pod, shared, now, row, page, slot, first, lane, tail)
+                    if used >= 0 and at + KEYS <= end:
+                        T.tma_copy(cache_pod[used, :, 0:HALF], shared.key_left[now, :, :], barrier=shared.key_ready[now])
+                        T.tma_copy(
+                            cache_pod[used, :, HALF:VALUES], shared.key_right[now, :, :], barrier=shared.key_ready[now]
+                        )
+                        if tail:
+                            T.tma_copy(
+                                cache_pod[used, :, VALUES:width], shared.key_tail[now, :, :], barrier=shared.key_ready[now]
+                            )
+                        T.barrier_arrive(shared.key_ready[now])
+                    else:
+                        read_rows(cache_pod, shared, now, row, page, slot, first, lane, tail)
 
     return mla_decode
 
