@@ -1,0 +1,321 @@
+"""Sparse attention over two caches on SM90: window rows or records, then compressed records, in one softmax.
+
+The roles are those of `roles_sm90.py`. The third group reads codes and scales of a block into registers while the one
+before is multiplied, and writes them as bf16 keys to shared memory: the value of a code times its scale is exact there.
+Nothing is split, so a row has the same bits alone or in any batch, and the same from rows as from records.
+"""
+
+# mypy: disable-error-code="valid-type"
+
+from functools import lru_cache
+from typing import Any
+
+import tilelang
+import torch
+from tilelang import language as T
+
+from .roles_sm90 import (
+    GROUP,
+    HALF,
+    HEADS,
+    KEYS,
+    LN_2,
+    LOG2_E,
+    PASS_CONFIGS,
+    ROW_THREADS,
+    STEP,
+    THREADS,
+    VALUES,
+    Registers,
+    divide_sums,
+    first_group,
+    name_keys,
+    read_queries,
+    read_rows,
+    second_group,
+    shared_memory,
+)
+
+PASSES = KEYS // STEP  # rows of a block that a thread brings a part of
+CHUNKS = VALUES // (8 * ROW_THREADS)  # chunks of 8 channels that it brings of each
+BYTES = {"e4m3": VALUES, "e2m1": VALUES // 2}
+SCALES = {"e4m3": VALUES // 32, "e2m1": VALUES // 16}
+
+# two instructions for a pair of codes, which no expression of the language lowers to
+DECODE = """
+#include <cuda_fp8.h>
+__device__ __forceinline__ unsigned dt_read4(const void *at) { return __ldg((const unsigned *)at); }
+
+// eight e2m1 codes and an e4m3 scale
+__device__ __forceinline__ void dt_put_e2m1(void *out, unsigned code, unsigned scale_byte) {
+  const __half_raw wide = __nv_cvt_fp8_to_halfraw((__nv_fp8_storage_t)scale_byte, __NV_E4M3);
+  const __nv_bfloat162 scale = __float2bfloat162_rn(__half2float(__half(wide)) * 64.0f);
+  const __nv_bfloat162 lift = __float2bfloat162_rn(0x1p120f);
+  unsigned pair[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    // magnitude and sign of codes i and i + 4 at their places in bf16: 2^-126 of their values
+    const unsigned at = code >> (4 * i);
+    unsigned bits = ((at & 0x00070007u) << 6) | ((at & 0x00080008u) << 12);
+    __nv_bfloat162 value = __hmul2(__hmul2(*reinterpret_cast<__nv_bfloat162 *>(&bits), lift), scale);
+    pair[i] = *reinterpret_cast<unsigned *>(&value);
+  }
+  uint4 all;
+  all.x = __byte_perm(pair[0], pair[1], 0x5410);
+  all.y = __byte_perm(pair[2], pair[3], 0x5410);
+  all.z = __byte_perm(pair[0], pair[1], 0x7632);
+  all.w = __byte_perm(pair[2], pair[3], 0x7632);
+  *reinterpret_cast<uint4 *>(out) = all;
+}
+
+// eight e4m3 codes and a UE8M0 scale
+__device__ __forceinline__ void dt_put_e4m3(void *out, unsigned low, unsigned high, unsigned scale_byte) {
+  const unsigned bits = scale_byte == 255u ? 0x7FC00000u : scale_byte == 0u ? 0x00400000u : scale_byte << 23;
+  const float scale = __uint_as_float(bits);
+  unsigned part[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned code = (i < 2 ? low : high) >> (16 * (i & 1));
+    const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(code & 0xFFFFu), __NV_E4M3);
+    const float2 value = __half22float2(__half2(wide));
+    __nv_bfloat162 narrow = __floats2bfloat162_rn(value.x * scale, value.y * scale);
+    part[i] = *reinterpret_cast<unsigned *>(&narrow);
+  }
+  *reinterpret_cast<uint4 *>(out) = make_uint4(part[0], part[1], part[2], part[3]);
+}
+"""
+
+
+def two_cache_program(
+    num_heads: int, window: str, main: str, *, sectioned: bool, has_sink: bool, registers: Registers | None = None
+):
+    """The program for any number of tokens, list entries and pages; `window` is "rows", "e4m3" or "e2m1", `main` a code.
+
+    Raises:
+        NotImplementedError: heads are no multiple of the tile.
+    """
+    registers = registers or Registers(multiply=192, bring=120)
+    if num_heads % HEADS:
+        raise NotImplementedError(f"num_heads: expected a multiple of {HEADS}, got {num_heads}")
+    tiles = num_heads // HEADS
+    tokens, window_entries, main_entries = T.dynamic("tokens, window_entries, main_entries")
+    window_pages, window_slots, window_width, window_stride = T.dynamic(
+        "window_pages, window_slots, window_width, window_stride"
+    )
+    main_pages, main_bytes, main_stride = T.dynamic("main_pages, main_bytes, main_stride")
+    if window == "rows":
+        window_type = T.StridedTensor((window_pages, window_slots, VALUES), (window_stride, VALUES, 1), T.bfloat16)
+    else:
+        window_type = T.StridedTensor((window_pages, window_width), (window_stride, 1), T.uint8)
+
+    @T.macro
+    def read_record(pages_pb, kind, row, page, slot, slots, lane, code, sf, g):
+        """Start reading this thread's codes and the scales of a record; those of the row -1 are zero."""
+        size, scales = BYTES[kind], SCALES[kind]
+        words = size // VALUES * 2 if kind == "e4m3" else 1
+        data = slot * size if sectioned else slot * (size + scales)
+        scale = slots * size + slot * scales if sectioned else data + size
+        for u in T.unroll(CHUNKS):
+            for w in T.unroll(words):
+                code[g * 2 * CHUNKS + u * words + w] = T.if_then_else(
+                    row >= 0,
+                    T.call_extern(
+                        "uint32",
+                        "dt_read4",
+                        T.address_of(pages_pb[page, data + (u * ROW_THREADS + lane) * 4 * words + 4 * w]),
+                    ),
+                    T.uint32(0),
+                )
+        for w in T.unroll(scales // 4):
+            value = T.if_then_else(
+                row >= 0, T.call_extern("uint32", "dt_read4", T.address_of(pages_pb[page, scale + 4 * w])), T.uint32(0)
+            )
+            if kind == "e4m3":
+                sf[g * 4 + w] = value
+            else:  # its codes fill half of their place
+                code[g * 2 * CHUNKS + CHUNKS + w] = value
+
+    @T.macro
+    def put_half(target, kind, first, now, j, lane, code, sf, g):
+        """Write this thread's chunks from `first` on to half a key in shared memory, as bf16."""
+        for v in T.unroll(CHUNKS // 2):
+            u = first + v
+            out = T.address_of(target[now, j, (v * ROW_THREADS + lane) * 8])
+            if kind == "e4m3":
+                shift = T.cast(8 * (u % 2 * 2 + lane // 4), T.uint32)
+                low, high = code[g * 2 * CHUNKS + 2 * u], code[g * 2 * CHUNKS + 2 * u + 1]
+                T.call_extern("handle", "dt_put_e4m3", out, low, high, sf[g * 4 + u // 2] >> shift & T.uint32(255))
+            else:
+                shift = T.cast(8 * (lane // 2), T.uint32)
+                scale = code[g * 2 * CHUNKS + CHUNKS + u] >> shift & T.uint32(255)
+                T.call_extern("handle", "dt_put_e2m1", out, code[g * 2 * CHUNKS + u], scale)
+
+    @T.macro
+    def put_records(shared, kind, now, row0, lane, code, sf):
+        """Write a block of records to shared memory, by the third group."""
+        for g in T.unroll(PASSES):
+            put_half(shared.key_left, kind, 0, now, g * STEP + row0, lane, code, sf, g)
+            put_half(shared.key_right, kind, CHUNKS // 2, now, g * STEP + row0, lane, code, sf, g)
+        T.fence_proxy_async()
+        T.barrier_arrive(shared.key_ready[now])
+
+    @T.prim_func
+    def two_cache_attn(
+        q_thd: T.Tensor((tokens, num_heads, VALUES), T.bfloat16),
+        window_rows: window_type,
+        window_idx_tk: T.Tensor((tokens, window_entries), T.int32),
+        main_pb: T.StridedTensor((main_pages, main_bytes), (main_stride, 1), T.uint8),
+        main_idx_tk: T.Tensor((tokens, main_entries), T.int32),
+        sink_h: T.Tensor((num_heads,), T.float32),
+        out_thd: T.Tensor((tokens, num_heads, VALUES), T.bfloat16),
+        lse_th: T.Tensor((tokens, num_heads), T.float32),
+        scale_log2: T.float32,
+        page_slots: T.int32,
+        main_slots: T.int32,
+    ):
+        with T.Kernel(tokens * tiles, threads=THREADS) as program:
+            T.import_source(DECODE)
+            shared = shared_memory(0)
+            left = T.alloc_fragment((HEADS, HALF), T.float32)
+            right = T.alloc_fragment((HEADS, HALF), T.float32)
+            score = T.alloc_fragment((HEADS, KEYS), T.float32)
+            score_right = T.alloc_fragment((HEADS, KEYS), T.float32)
+            top = T.alloc_fragment((HEADS,), T.float32)
+            top_right = T.alloc_fragment((HEADS,), T.float32)
+            total = T.alloc_fragment((HEADS,), T.float32)
+            total_right = T.alloc_fragment((HEADS,), T.float32)
+            shrink = T.alloc_fragment((HEADS,), T.float32)
+            shrink_right = T.alloc_fragment((HEADS,), T.float32)
+            block_top = T.alloc_fragment((HEADS,), T.float32)
+            block_top_right = T.alloc_fragment((HEADS,), T.float32)
+            block_total = T.alloc_fragment((HEADS,), T.float32)
+            block_total_right = T.alloc_fragment((HEADS,), T.float32)
+            row = T.alloc_local((PASSES,), T.int32)
+            page = T.alloc_local((PASSES,), T.int32)
+            slot = T.alloc_local((PASSES,), T.int32)
+            code = T.alloc_local((PASSES * 2 * CHUNKS,), T.uint32)
+            sf = T.alloc_local((PASSES * 4,), T.uint32)
+
+            # 1. which token and heads this program owns
+            token = program // tiles
+            head0 = program % tiles * HEADS
+            window_blocks = T.ceildiv(window_entries, KEYS)
+            blocks = window_blocks + T.ceildiv(main_entries, KEYS)
+            thread = T.get_thread_binding()
+
+            if thread < GROUP:
+                # 2. even blocks, the left half of the values
+                T.set_max_nreg(registers.multiply, 1)
+                first_group(shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, 0)
+                for h in T.Parallel(HEADS):
+                    lse_th[token, head0 + h] = (top[h] + T.log2(total[h])) * LN_2
+                divide_sums(left, top, total, shrink, sink_h, head0, has_sink)
+                T.copy(left, shared.q_left)
+                T.copy(shared.q_left, out_thd[token, head0 : head0 + HEADS, 0:HALF])
+            elif thread < 2 * GROUP:
+                # 3. odd blocks, the right half
+                T.set_max_nreg(registers.multiply, 1)
+                second_group(
+                    shared,
+                    blocks,
+                    scale_log2,
+                    right,
+                    score_right,
+                    top_right,
+                    total_right,
+                    shrink_right,
+                    block_top_right,
+                    block_total_right,
+                    0,
+                )
+                divide_sums(right, top_right, total_right, shrink_right, sink_h, head0, has_sink)
+                T.copy(right, shared.q_right)
+                T.copy(shared.q_right, out_thd[token, head0 : head0 + HEADS, HALF:VALUES])
+            else:
+                # 4. the queries, then the keys of block after block; records are read one block ahead
+                T.set_max_nreg(registers.bring, 0)
+                lane = (thread - 2 * GROUP) % ROW_THREADS
+                first = (thread - 2 * GROUP) // ROW_THREADS
+                read_queries(q_thd, token, head0, shared, first, lane, 0)
+                for local in (row, page, slot, code, sf):
+                    T.clear(local)
+                for step in T.serial(blocks + 1):
+                    now = (step + 1) % 2
+                    # 4a. the block that was read comes to its buffer
+                    if step > 0:
+                        T.barrier_wait(shared.key_free[now], (step - 1) // 2 % 2 ^ 1)
+                        name_keys(shared, now, row, first, lane)
+                        if step - 1 < window_blocks:
+                            if window == "rows":
+                                read_rows(window_rows, shared, now, row, page, slot, first, lane, 0)
+                            else:
+                                put_records(shared, window, now, first, lane, code, sf)
+                        else:
+                            put_records(shared, main, now, first, lane, code, sf)
+                    # 4b. the next block
+                    if step < window_blocks:
+                        for g in T.unroll(PASSES):
+                            entry = step * KEYS + g * STEP + first
+                            row[g] = T.if_then_else(entry < window_entries, window_idx_tk[token, entry], -1)
+                            row[g] = T.if_then_else(row[g] < window_pages * page_slots, row[g], -1)
+                            page[g] = T.truncdiv(T.max(row[g], 0), page_slots)
+                            slot[g] = T.max(row[g], 0) - page[g] * page_slots
+                        if window != "rows":
+                            for g in T.unroll(PASSES):
+                                read_record(
+                                    window_rows, window, row[g], page[g], slot[g], page_slots, lane, code, sf, g
+                                )
+                    elif step < blocks:
+                        for g in T.unroll(PASSES):
+                            entry = (step - window_blocks) * KEYS + g * STEP + first
+                            row[g] = T.if_then_else(entry < main_entries, main_idx_tk[token, entry], -1)
+                            row[g] = T.if_then_else(row[g] < main_pages * main_slots, row[g], -1)
+                            page[g] = T.truncdiv(T.max(row[g], 0), main_slots)
+                            slot[g] = T.max(row[g], 0) - page[g] * main_slots
+                        for g in T.unroll(PASSES):
+                            read_record(main_pb, main, row[g], page[g], slot[g], main_slots, lane, code, sf, g)
+
+    return two_cache_attn
+
+
+@lru_cache(maxsize=32)
+def _compiled(num_heads: int, window: str, main: str, sectioned: bool, has_sink: bool) -> Any:
+    program = two_cache_program(num_heads, window, main, sectioned=sectioned, has_sink=has_sink)
+    return tilelang.compile(program, target={"kind": "cuda", "arch": "sm_90a"}, pass_configs=PASS_CONFIGS)
+
+
+def two_cache_attn(
+    q_thd: torch.Tensor,
+    window: torch.Tensor,
+    window_idx_tk: torch.Tensor,
+    main_pow: torch.Tensor,
+    main_idx_tk: torch.Tensor,
+    sink_h: torch.Tensor | None,
+    *,
+    kinds: tuple[str, str],
+    sectioned: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Build once for heads and kinds, and launch; `window` is rows [s, d] or pages, whose bytes follow one another."""
+    tokens, num_heads, _ = q_thd.shape
+    out_thd = torch.empty_like(q_thd, memory_format=torch.contiguous_format)
+    lse_th = torch.empty(tokens, num_heads, dtype=torch.float32, device=q_thd.device)
+    if tokens == 0:
+        return out_thd, lse_th
+    kernel = _compiled(num_heads, *kinds, sectioned, sink_h is not None)
+    rows = kinds[0] == "rows"
+    window_slots = window.shape[0] if rows else window.shape[1]
+    kernel(
+        q_thd,
+        window.unsqueeze(0) if rows else window.flatten(1),
+        window_idx_tk,
+        main_pow.flatten(1),
+        main_idx_tk,
+        lse_th.new_empty(num_heads) if sink_h is None else sink_h,  # what a program does not take is its argument
+        out_thd,
+        lse_th,
+        scale * LOG2_E,
+        max(window_slots, 1),
+        max(main_pow.shape[1], 1),
+    )
+    return out_thd, lse_th
