@@ -1,6 +1,6 @@
 """Dense latent decode on SM90 over a paged cache, by the roles of `roles_sm90.py`.
 
-Keys are cut into splits of 1024, whatever the batch. A program owns one query token, one tile of heads and one split,
+Keys are cut into splits of 2048, whatever the batch. A program owns one query token, one tile of heads and one split,
 and leaves sums in fp32 that a second kernel merges; or, where tokens alone fill the chip, it walks all splits of its
 row and merges them itself, in the same order and by the same instructions. So a row has the same bits either way.
 """
@@ -37,7 +37,7 @@ from .roles_sm90 import (
     shared_memory,
 )
 
-SPLIT = 1024  # keys; an even number of pairs of blocks, so that the phases of barriers go on from split to split
+SPLIT = 2048  # keys; an even number of pairs of blocks, so that the phases of barriers go on from split to split
 ENOUGH = 96  # programs that fill the chip without splits
 
 
@@ -119,6 +119,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
             block_top_right = T.alloc_fragment((HEADS,), T.float32)
             block_total = T.alloc_fragment((HEADS,), T.float32)
             block_total_right = T.alloc_fragment((HEADS,), T.float32)
+            own = T.alloc_fragment((HEADS,), T.float32)
             run_top = T.alloc_fragment((HEADS,), T.float32)
             run_top_right = T.alloc_fragment((HEADS,), T.float32)
             run_total = T.alloc_fragment((HEADS,), T.float32)
@@ -146,7 +147,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
                 for split in T.serial(last_split - first_split):
                     blocks = T.ceildiv(T.min(end - (first_split + split) * SPLIT, SPLIT), KEYS)
                     first_group(
-                        shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail
+                        shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail, False
                     )
                     if chained:
                         merge_split(
@@ -183,7 +184,9 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
                         shrink_right,
                         block_top_right,
                         block_total_right,
+                        own,
                         tail,
+                        False,
                     )
                     if chained:
                         merge_split(
@@ -236,7 +239,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
                             )
                         T.barrier_arrive(shared.key_ready[now])
                     else:
-                        read_rows(cache_pod, shared, now, row, page, slot, first, lane, tail)
+                        read_rows(cache_pod, shared, now, row, page, slot, first, lane, tail, False)
 
     return mla_decode
 

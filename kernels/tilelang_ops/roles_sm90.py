@@ -117,16 +117,24 @@ def read_span(kv_pod, row, page, slot, target, now, j, lane, first, span):
 
 
 @T.macro
-def read_rows(kv_pod, shared, now, row, page, slot, first_row, lane, tail):
-    """Bring a block of rows, by the third group: each thread a part of KEYS / STEP of them."""
+def read_rows(kv_pod, shared, now, row, page, slot, first_row, lane, tail, loose):
+    """Bring a block of rows, by the third group: each thread a part of KEYS / STEP of them.
+
+    `loose`: the copies arrive by themselves, and whoever multiplies their rows has to fence.
+    """
     for g in T.unroll(KEYS // STEP):
         j = g * STEP + first_row
         read_span(kv_pod, row[g], page[g], slot[g], shared.key_left, now, j, lane, 0, HALF)
         read_span(kv_pod, row[g], page[g], slot[g], shared.key_right, now, j, lane, HALF, HALF)
         if tail:
             read_span(kv_pod, row[g], page[g], slot[g], shared.key_tail, now, j, lane, VALUES, tail)
-    T.fence_proxy_async()
-    T.cp_async_barrier_noinc(shared.key_ready[now])
+    if loose:
+        T.cp_async_barrier_noinc(shared.key_ready[now])
+    else:
+        T.ptx_commit_group()
+        T.ptx_wait_group(0)
+        T.fence_proxy_async()
+        T.barrier_arrive(shared.key_ready[now])
 
 
 @T.macro
@@ -139,10 +147,11 @@ def name_keys(shared, now, row, first_row, lane):
 
 
 @T.macro
-def score_block(shared, now, phase, score, block_top, scale_log2, tail):
+def score_block(shared, now, phase, score, block_top, scale_log2, tail, loose):
     """Scores of a block in base 2, -inf where there is no key, and their maxima."""
     T.barrier_wait(shared.key_ready[now], phase)
-    T.fence_proxy_async()
+    if loose:
+        T.fence_proxy_async()
     T.wgmma_gemm(shared.q_left, shared.key_left[now, :, :], score, transpose_B=True, clear_accum=True)
     T.wgmma_gemm(shared.q_right, shared.key_right[now, :, :], score, transpose_B=True)
     if tail:
@@ -155,17 +164,13 @@ def score_block(shared, now, phase, score, block_top, scale_log2, tail):
 
 
 @T.macro
-def weigh_block(score, block_top, top, total, shrink, block_total):
-    """One step of the online softmax: weights, maximum, total, and the factor of what was summed before."""
+def weigh_block(score, block_top, top, block_total):
+    """Weights of a block and their sum, against the larger of its maximum and `top`, which becomes its maximum."""
     for h in T.Parallel(HEADS):
         block_top[h] = T.max(top[h], block_top[h])
-        shrink[h] = T.exp2(top[h] - block_top[h])
     for h, j in T.Parallel(HEADS, KEYS):
         score[h, j] = T.exp2(score[h, j] - block_top[h])
     T.reduce_sum(score, block_total, dim=1)
-    for h in T.Parallel(HEADS):
-        total[h] = total[h] * shrink[h] + block_total[h]
-        top[h] = block_top[h]
 
 
 @T.macro
@@ -180,6 +185,15 @@ def publish_block(shared, now, score, top, total, shrink):
 
 
 @T.macro
+def take_block(shared, now, phase, top, total, shrink):
+    """Wait for what the other group leaves."""
+    T.barrier_wait(shared.weight_ready[now], phase)
+    T.copy(shared.state[0, :], shrink)
+    T.copy(shared.state[1, :], top)
+    T.copy(shared.state[2, :], total)
+
+
+@T.macro
 def scale_sums(sums, shrink):
     """Multiply every sum of a head by its factor."""
     for h, u in T.Parallel(HEADS, HALF):
@@ -187,69 +201,82 @@ def scale_sums(sums, shrink):
 
 
 @T.macro
-def add_values(shared, now, phase, key_half, sums):
+def add_values(shared, now, phase, key_half, sums, loose):
     """Start the product of the weights of a block with a half of its values."""
     T.barrier_wait(shared.weight_ready[now], phase)
     T.barrier_wait(shared.key_ready[now], phase)
-    T.fence_proxy_async()
+    if loose:
+        T.fence_proxy_async()
     T.wgmma_gemm(shared.weight, key_half[now, :, :], sums)
 
 
 @T.macro
-def first_group(shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail):
+def first_group(shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail, loose):
     """Score the even blocks and sum the left half of the values; `top` and `total` end as those of the row."""
     T.fill(top, LOWEST)
     T.fill(total, 0.0)
     T.fill(left, 0.0)
     T.barrier_wait(shared.q_ready, 0)
+    T.fence_proxy_async()
     for pair in T.serial(T.ceildiv(blocks, 2)):
         phase = pair % 2
-        score_block(shared, 0, phase, score, block_top, scale_log2, tail)
-        weigh_block(score, block_top, top, total, shrink, block_total)
+        score_block(shared, 0, phase, score, block_top, scale_log2, tail, loose)
+        weigh_block(score, block_top, top, block_total)
+        for h in T.Parallel(HEADS):
+            shrink[h] = T.exp2(top[h] - block_top[h])
+            total[h] = total[h] * shrink[h] + block_total[h]
+            top[h] = block_top[h]
         T.barrier_wait(shared.weight_free[1], phase ^ 1)  # the odd weights before
         publish_block(shared, 0, score, top, total, shrink)
         scale_sums(left, shrink)
-        add_values(shared, 0, phase, shared.key_left, left)
+        add_values(shared, 0, phase, shared.key_left, left, loose)
         T.wait_wgmma(0)
         T.barrier_arrive(shared.weight_free[0])
         T.barrier_arrive(shared.key_free[0])
         if pair * 2 + 1 < blocks:
-            T.barrier_wait(shared.weight_ready[1], phase)
-            T.copy(shared.state[0, :], shrink)
-            T.copy(shared.state[1, :], top)
-            T.copy(shared.state[2, :], total)
+            take_block(shared, 1, phase, top, total, shrink)
             scale_sums(left, shrink)
-            add_values(shared, 1, phase, shared.key_left, left)
+            add_values(shared, 1, phase, shared.key_left, left, loose)
             T.wait_wgmma(0)
             T.barrier_arrive(shared.key_free[1])
 
 
 @T.macro
-def second_group(shared, blocks, scale_log2, right, score, top, total, shrink, block_top, block_total, tail):
-    """Score the odd blocks and sum the right half of the values."""
+def second_group(
+    shared, blocks, scale_log2, right, score, top, total, shrink, block_top, block_total, own, tail, loose
+):
+    """Score the odd blocks and sum the right half of the values.
+
+    Weights are taken before the maximum of the even block is known, and then brought to the larger of both by `own`.
+    """
     T.fill(top, LOWEST)
     T.fill(total, 0.0)
     T.fill(right, 0.0)
     T.barrier_wait(shared.q_ready, 0)
+    T.fence_proxy_async()
     for pair in T.serial(T.ceildiv(blocks, 2)):
         phase = pair % 2
         if pair * 2 + 1 < blocks:
-            score_block(shared, 1, phase, score, block_top, scale_log2, tail)
-        T.barrier_wait(shared.weight_ready[0], phase)
-        T.copy(shared.state[0, :], shrink)
-        T.copy(shared.state[1, :], top)
-        T.copy(shared.state[2, :], total)
+            score_block(shared, 1, phase, score, block_top, scale_log2, tail, loose)
+            weigh_block(score, block_top, top, block_total)
+        take_block(shared, 0, phase, top, total, shrink)
         scale_sums(right, shrink)
-        add_values(shared, 0, phase, shared.key_right, right)
+        add_values(shared, 0, phase, shared.key_right, right, loose)
         if pair * 2 + 1 < blocks:
-            weigh_block(score, block_top, top, total, shrink, block_total)
+            for h in T.Parallel(HEADS):
+                own[h] = T.exp2(block_top[h] - T.max(top[h], block_top[h]))
+                shrink[h] = T.exp2(top[h] - T.max(top[h], block_top[h]))
+                total[h] = total[h] * shrink[h] + block_total[h] * own[h]
+                top[h] = T.max(top[h], block_top[h])
+            for h, j in T.Parallel(HEADS, KEYS):
+                score[h, j] = score[h, j] * own[h]
         T.wait_wgmma(0)
         T.barrier_arrive(shared.key_free[0])
         if pair * 2 + 1 < blocks:
             T.barrier_wait(shared.weight_free[0], phase)  # the first group has read the even weights
             publish_block(shared, 1, score, top, total, shrink)
             scale_sums(right, shrink)
-            add_values(shared, 1, phase, shared.key_right, right)
+            add_values(shared, 1, phase, shared.key_right, right, loose)
             T.wait_wgmma(0)
             T.barrier_arrive(shared.weight_free[1])
             T.barrier_arrive(shared.key_free[1])

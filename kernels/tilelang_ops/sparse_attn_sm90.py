@@ -86,6 +86,7 @@ def attend_program(
             block_top_right = T.alloc_fragment((HEADS,), T.float32)
             block_total = T.alloc_fragment((HEADS,), T.float32)
             block_total_right = T.alloc_fragment((HEADS,), T.float32)
+            own = T.alloc_fragment((HEADS,), T.float32)
             row = T.alloc_local((KEYS // STEP,), T.int32)
             page = T.alloc_local((KEYS // STEP,), T.int32)
             slot = T.alloc_local((KEYS // STEP,), T.int32)
@@ -101,7 +102,7 @@ def attend_program(
                 # 2. even blocks, the left half of the values
                 T.set_max_nreg(registers.multiply, 1)
                 first_group(
-                    shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail
+                    shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail, True
                 )
                 for h in T.Parallel(HEADS):
                     lse_th[token, head0 + h] = (top[h] + T.log2(total[h])) * LN_2
@@ -122,7 +123,9 @@ def attend_program(
                     shrink_right,
                     block_top_right,
                     block_total_right,
+                    own,
                     tail,
+                    True,
                 )
                 divide_sums(right, top_right, total_right, shrink_right, sink_h, head0, has_sink)
                 T.copy(right, shared.q_right)
@@ -143,7 +146,7 @@ def attend_program(
                         slot[g] = T.max(row[g], 0) - page[g] * slots
                     T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
                     name_keys(shared, now, row, first, lane)
-                    read_rows(kv_pod, shared, now, row, page, slot, first, lane, tail)
+                    read_rows(kv_pod, shared, now, row, page, slot, first, lane, tail, True)
 
     return sparse_attn
 

@@ -190,6 +190,7 @@ def two_cache_program(
             block_top_right = T.alloc_fragment((HEADS,), T.float32)
             block_total = T.alloc_fragment((HEADS,), T.float32)
             block_total_right = T.alloc_fragment((HEADS,), T.float32)
+            own = T.alloc_fragment((HEADS,), T.float32)
             row = T.alloc_local((PASSES,), T.int32)
             page = T.alloc_local((PASSES,), T.int32)
             slot = T.alloc_local((PASSES,), T.int32)
@@ -206,7 +207,7 @@ def two_cache_program(
             if thread < GROUP:
                 # 2. even blocks, the left half of the values
                 T.set_max_nreg(registers.multiply, 1)
-                first_group(shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, 0)
+                first_group(shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, 0, window == "rows")
                 for h in T.Parallel(HEADS):
                     lse_th[token, head0 + h] = (top[h] + T.log2(total[h])) * LN_2
                 divide_sums(left, top, total, shrink, sink_h, head0, has_sink)
@@ -226,7 +227,9 @@ def two_cache_program(
                     shrink_right,
                     block_top_right,
                     block_total_right,
+                    own,
                     0,
+                    window == "rows",
                 )
                 divide_sums(right, top_right, total_right, shrink_right, sink_h, head0, has_sink)
                 T.copy(right, shared.q_right)
@@ -236,7 +239,6 @@ def two_cache_program(
                 T.set_max_nreg(registers.bring, 0)
                 lane = (thread - 2 * GROUP) % ROW_THREADS
                 first = (thread - 2 * GROUP) // ROW_THREADS
-                read_queries(q_thd, token, head0, shared, first, lane, 0)
                 for local in (row, page, slot, code, sf):
                     T.clear(local)
                 for step in T.serial(blocks + 1):
@@ -247,7 +249,7 @@ def two_cache_program(
                         name_keys(shared, now, row, first, lane)
                         if step - 1 < window_blocks:
                             if window == "rows":
-                                read_rows(window_rows, shared, now, row, page, slot, first, lane, 0)
+                                read_rows(window_rows, shared, now, row, page, slot, first, lane, 0, True)
                             else:
                                 put_records(shared, window, now, first, lane, code, sf)
                         else:
@@ -274,6 +276,8 @@ def two_cache_program(
                             slot[g] = T.max(row[g], 0) - page[g] * main_slots
                         for g in T.unroll(PASSES):
                             read_record(main_pb, main, row[g], page[g], slot[g], main_slots, lane, code, sf, g)
+                    if step == 0:
+                        read_queries(q_thd, token, head0, shared, first, lane, 0)
 
     return two_cache_attn
 
