@@ -23,11 +23,9 @@ from .roles_sm90 import (
     LOG2_E,
     LOWEST,
     PASS_CONFIGS,
-    ROW_THREADS,
-    STEP,
     THREADS,
     VALUES,
-    Registers,
+    Roles,
     first_group,
     name_keys,
     read_queries,
@@ -58,18 +56,19 @@ def invert(total, shrink):
         shrink[h] = T.if_then_else(total[h] == 0.0, 0.0, 1.0 / total[h])
 
 
-def decode_program(num_heads: int, width: int, *, chained: bool, registers: Registers | None = None):
+def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | None = None):
     """The program for any number of requests, queries, pages and table columns; `chained`: all splits of a row.
 
     Raises:
         NotImplementedError: heads are no multiple of the tile, or not 512 values with at most 64 channels behind them.
     """
-    registers = registers or Registers()
+    roles = roles or Roles()
     if num_heads % HEADS:
         raise NotImplementedError(f"num_heads: expected a multiple of {HEADS}, got {num_heads}")
     if width not in (512, 576):
         raise NotImplementedError(f"width: expected 512 or 576, got {width}")
     tail, tiles = width - VALUES, num_heads // HEADS
+    step, lanes = roles.step, roles.lanes
     tokens, requests, columns, pages = T.dynamic("tokens, requests, columns, pages")
     page_stride, table_stride, parts = T.dynamic("page_stride, table_stride, parts")
 
@@ -84,9 +83,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
         merge_heads(run_top, run_total, top, total, old, new)
         if split > 0:
             for h, u in T.Parallel(HEADS, HALF):
-                sums[h, u] = T.ieee_fmaf(
-                    sums[h, u], new[h], T.ieee_mul(part[0, token, head0 + h, channel + u], old[h])
-                )
+                sums[h, u] = T.ieee_fmaf(sums[h, u], new[h], T.ieee_mul(part[0, token, head0 + h, channel + u], old[h]))
         if split + 1 < splits:
             leave(part, 0, token, head0, channel, sums)
 
@@ -124,9 +121,9 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
             run_top_right = T.alloc_fragment((HEADS,), T.float32)
             run_total = T.alloc_fragment((HEADS,), T.float32)
             run_total_right = T.alloc_fragment((HEADS,), T.float32)
-            row = T.alloc_local((KEYS // STEP,), T.int32)
-            page = T.alloc_local((KEYS // STEP,), T.int32)
-            slot = T.alloc_local((KEYS // STEP,), T.int32)
+            row = T.alloc_local((KEYS // step,), T.int32)
+            page = T.alloc_local((KEYS // step,), T.int32)
+            slot = T.alloc_local((KEYS // step,), T.int32)
 
             # 1. which token, heads and splits this program owns; the queries are the last positions of a request
             token = program // tiles
@@ -140,7 +137,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
 
             if thread < GROUP:
                 # 2. even blocks, the left half of the values
-                T.set_max_nreg(registers.multiply, 1)
+                T.set_max_nreg(roles.multiply, 1)
                 if chained:
                     T.fill(run_top, LOWEST)
                     T.fill(run_total, 0.0)
@@ -151,7 +148,19 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
                     )
                     if chained:
                         merge_split(
-                            split, splits, left, part_ithu, token, head0, 0, run_top, run_total, top, total, shrink, block_top
+                            split,
+                            splits,
+                            left,
+                            part_ithu,
+                            token,
+                            head0,
+                            0,
+                            run_top,
+                            run_total,
+                            top,
+                            total,
+                            shrink,
+                            block_top,
                         )
                     else:
                         leave(part_ithu, part, token, head0, 0, left)
@@ -167,7 +176,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
                     T.copy(shared.q_left, out_thu[token, head0 : head0 + HEADS, 0:HALF])
             elif thread < 2 * GROUP:
                 # 3. odd blocks, the right half
-                T.set_max_nreg(registers.multiply, 1)
+                T.set_max_nreg(roles.multiply, 1)
                 if chained:
                     T.fill(run_top_right, LOWEST)
                     T.fill(run_total_right, 0.0)
@@ -213,33 +222,40 @@ def decode_program(num_heads: int, width: int, *, chained: bool, registers: Regi
                     T.copy(shared.q_right, out_thu[token, head0 : head0 + HEADS, HALF:VALUES])
             else:
                 # 4. the queries, then the keys of block after block
-                T.set_max_nreg(registers.bring, 0)
-                lane = (thread - 2 * GROUP) % ROW_THREADS
-                first = (thread - 2 * GROUP) // ROW_THREADS
-                read_queries(q_thd, token, head0, shared, first, lane, tail)
+                T.set_max_nreg(roles.bring, 0)
+                lane = (thread - 2 * GROUP) % lanes
+                first = (thread - 2 * GROUP) // lanes
+                read_queries(q_thd, token, head0, shared, first, lane, tail, lanes)
                 for block in T.serial(T.ceildiv(T.min(end, last_split * SPLIT) - first_split * SPLIT, KEYS)):
                     now = block % 2
                     at = first_split * SPLIT + block * KEYS
                     named = table_bp[request, at // KEYS]
                     used = T.if_then_else(named < pages, named, -1)
-                    for g in T.unroll(KEYS // STEP):
-                        row[g] = T.if_then_else(at + g * STEP + first < end, used, -1)
+                    for g in T.unroll(KEYS // step):
+                        row[g] = T.if_then_else(at + g * step + first < end, used, -1)
                         page[g] = T.max(used, 0)
-                        slot[g] = g * STEP + first
+                        slot[g] = g * step + first
                     T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
-                    name_keys(shared, now, row, first, lane)
+                    name_keys(shared, now, row, first, lane, lanes)
                     if used >= 0 and at + KEYS <= end:
-                        T.tma_copy(cache_pod[used, :, 0:HALF], shared.key_left[now, :, :], barrier=shared.key_ready[now])
                         T.tma_copy(
-                            cache_pod[used, :, HALF:VALUES], shared.key_right[now, :, :], barrier=shared.key_ready[now]
+                            cache_pod[used, :, 0:HALF], shared.key_left[now, :, :], barrier=shared.left_ready[now]
+                        )
+                        T.barrier_arrive(shared.left_ready[now])
+                        T.tma_copy(
+                            cache_pod[used, :, HALF:VALUES],
+                            shared.key_right[now, :, :],
+                            barrier=shared.right_ready[now],
                         )
                         if tail:
                             T.tma_copy(
-                                cache_pod[used, :, VALUES:width], shared.key_tail[now, :, :], barrier=shared.key_ready[now]
+                                cache_pod[used, :, VALUES:width],
+                                shared.key_tail[now, :, :],
+                                barrier=shared.right_ready[now],
                             )
-                        T.barrier_arrive(shared.key_ready[now])
+                        T.barrier_arrive(shared.right_ready[now])
                     else:
-                        read_rows(cache_pod, shared, now, row, page, slot, first, lane, tail, False)
+                        read_rows(cache_pod, shared, now, row, page, slot, first, lane, tail, False, lanes)
 
     return mla_decode
 
@@ -271,9 +287,7 @@ def combine_program(num_heads: int):
                 factor[0] = T.exp2(run[0] - new_top)
                 factor[1] = T.exp2(top - new_top)
                 run[0] = new_top
-                run[1] = T.ieee_fmaf(
-                    state_2ith[1, split, token, head], factor[1], T.ieee_mul(run[1], factor[0])
-                )
+                run[1] = T.ieee_fmaf(state_2ith[1, split, token, head], factor[1], T.ieee_mul(run[1], factor[0]))
                 for u in T.Parallel(VALUES):
                     value = part_ithu[split, token, head, u]
                     sums[u] = T.if_then_else(

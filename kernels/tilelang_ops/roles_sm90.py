@@ -1,4 +1,4 @@
-"""Attention on SM90 by specialised warps: what two groups of 128 threads do with the keys that a third one brings.
+"""Attention on SM90 by specialised warps: what two groups of 128 threads do with the keys that others bring.
 
 Blocks of 64 keys go through two buffers, the even ones through the first, the odd ones through the second. The first
 group scores the even blocks and keeps the left half of the values, the second group the odd ones and the right half:
@@ -21,8 +21,6 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 GROUP = 128  # threads of a role
 THREADS = 3 * GROUP
-ROW_THREADS = 8  # threads that bring one row, 8 channels each at a time
-STEP = GROUP // ROW_THREADS  # rows that the third group brings at a time
 HEADS = 64  # heads of a program
 KEYS = 64  # keys of a block, which fix the order of summation
 VALUES = 512
@@ -32,11 +30,17 @@ PASS_CONFIGS = {PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Registers:
-    """Registers of a thread of each role; with 384 threads they may add up to 504."""
+class Roles:
+    """Registers of a thread of each role, which may add up to 504; `lanes` threads bring one row between them."""
 
     multiply: int = 208
     bring: int = 88
+    lanes: int = 8
+
+    @property
+    def step(self) -> int:
+        """Rows that are brought at a time."""
+        return GROUP // self.lanes
 
 
 class Shared(NamedTuple):
@@ -52,7 +56,8 @@ class Shared(NamedTuple):
     state: Any  # factor, maximum and total of the last block
     is_key: Any
     q_ready: Any
-    key_ready: Any
+    left_ready: Any
+    right_ready: Any
     key_free: Any
     named: Any
     weight_ready: Any
@@ -74,7 +79,8 @@ def shared_memory(tail: int) -> Shared:
         state=T.alloc_shared((3, HEADS), T.float32),
         is_key=T.alloc_shared((2, KEYS), T.int32),
         q_ready=T.alloc_barrier(GROUP),
-        key_ready=T.alloc_barrier([GROUP, GROUP]),
+        left_ready=T.alloc_barrier([GROUP, GROUP]),
+        right_ready=T.alloc_barrier([GROUP, GROUP]),
         key_free=T.alloc_barrier([2 * GROUP, 2 * GROUP]),
         named=T.alloc_barrier([GROUP, GROUP]),  # `is_key` is written by ordinary stores
         weight_ready=T.alloc_barrier([GROUP, GROUP]),
@@ -83,31 +89,31 @@ def shared_memory(tail: int) -> Shared:
 
 
 @T.macro
-def read_query(q_thd, token, head, target, h, lane, first, span):
+def read_query(q_thd, token, head, target, h, lane, first, span, lanes):
     """Copy `span` channels of a query from channel `first` on."""
-    for u in T.unroll(span // (8 * ROW_THREADS)):
-        at = lane * 8 + u * 8 * ROW_THREADS
+    for u in T.unroll(span // (8 * lanes)):
+        at = lane * 8 + u * 8 * lanes
         T.ptx_cp_async(T.access_ptr(target[h, at], "w", 8), T.access_ptr(q_thd[token, head, first + at], "r", 8), 8)
 
 
 @T.macro
-def read_queries(q_thd, token, head0, shared, row, lane, tail):
-    """Bring the queries of a program, by the third group."""
-    for g in T.unroll(HEADS // STEP):
-        h = g * STEP + row
-        read_query(q_thd, token, head0 + h, shared.q_left, h, lane, 0, HALF)
-        read_query(q_thd, token, head0 + h, shared.q_right, h, lane, HALF, HALF)
+def read_queries(q_thd, token, head0, shared, row, lane, tail, lanes):
+    """Bring the queries of a program."""
+    for g in T.unroll(HEADS // (GROUP // lanes)):
+        h = g * (GROUP // lanes) + row
+        read_query(q_thd, token, head0 + h, shared.q_left, h, lane, 0, HALF, lanes)
+        read_query(q_thd, token, head0 + h, shared.q_right, h, lane, HALF, HALF, lanes)
         if tail:
-            read_query(q_thd, token, head0 + h, shared.q_tail, h, lane, VALUES, tail)
+            read_query(q_thd, token, head0 + h, shared.q_tail, h, lane, VALUES, tail, lanes)
     T.fence_proxy_async()
     T.cp_async_barrier_noinc(shared.q_ready)
 
 
 @T.macro
-def read_span(kv_pod, row, page, slot, target, now, j, lane, first, span):
+def read_span(kv_pod, row, page, slot, target, now, j, lane, first, span, lanes):
     """Copy `span` channels of a row from channel `first` on; the row -1 becomes zeros."""
-    for u in T.unroll(span // (8 * ROW_THREADS)):
-        at = lane * 8 + u * 8 * ROW_THREADS
+    for u in T.unroll(span // (8 * lanes)):
+        at = lane * 8 + u * 8 * lanes
         T.ptx_cp_async(
             T.access_ptr(target[now, j, at], "w", 8),
             T.access_ptr(kv_pod[page, slot, first + at], "r", 8),
@@ -117,42 +123,65 @@ def read_span(kv_pod, row, page, slot, target, now, j, lane, first, span):
 
 
 @T.macro
-def read_rows(kv_pod, shared, now, row, page, slot, first_row, lane, tail, loose):
-    """Bring a block of rows, by the third group: each thread a part of KEYS / STEP of them.
-
-    `loose`: the copies arrive by themselves, and whoever multiplies their rows has to fence.
-    """
-    for g in T.unroll(KEYS // STEP):
-        j = g * STEP + first_row
-        read_span(kv_pod, row[g], page[g], slot[g], shared.key_left, now, j, lane, 0, HALF)
-        read_span(kv_pod, row[g], page[g], slot[g], shared.key_right, now, j, lane, HALF, HALF)
-        if tail:
-            read_span(kv_pod, row[g], page[g], slot[g], shared.key_tail, now, j, lane, VALUES, tail)
+def tell_copied(ready, now, loose):
+    """Arrive at a barrier with the copies that this thread has started."""
     if loose:
-        T.cp_async_barrier_noinc(shared.key_ready[now])
+        T.cp_async_barrier_noinc(ready[now])
     else:
         T.ptx_commit_group()
         T.ptx_wait_group(0)
         T.fence_proxy_async()
-        T.barrier_arrive(shared.key_ready[now])
+        T.barrier_arrive(ready[now])
 
 
 @T.macro
-def name_keys(shared, now, row, first_row, lane):
+def read_rows(kv_pod, shared, now, row, page, slot, first_row, lane, tail, loose, lanes):
+    """Bring a block of rows, each thread a part of as many as `lanes` threads share one.
+
+    `loose`: the copies arrive by themselves, and whoever multiplies their rows has to fence.
+    """
+    for g in T.unroll(KEYS // (GROUP // lanes)):
+        read_span(
+            kv_pod,
+            row[g],
+            page[g],
+            slot[g],
+            shared.key_left,
+            now,
+            g * (GROUP // lanes) + first_row,
+            lane,
+            0,
+            HALF,
+            lanes,
+        )
+    tell_copied(shared.left_ready, now, loose)
+    for g in T.unroll(KEYS // (GROUP // lanes)):
+        j = g * (GROUP // lanes) + first_row
+        read_span(kv_pod, row[g], page[g], slot[g], shared.key_right, now, j, lane, HALF, HALF, lanes)
+        if tail:
+            read_span(kv_pod, row[g], page[g], slot[g], shared.key_tail, now, j, lane, VALUES, tail, lanes)
+    tell_copied(shared.right_ready, now, loose)
+
+
+@T.macro
+def name_keys(shared, now, row, first_row, lane, lanes):
     """Say which rows of a block are keys."""
-    for g in T.unroll(KEYS // STEP):
+    for g in T.unroll(KEYS // (GROUP // lanes)):
         if lane == 0:
-            shared.is_key[now, g * STEP + first_row] = T.if_then_else(row[g] >= 0, 1, 0)
+            shared.is_key[now, g * (GROUP // lanes) + first_row] = T.if_then_else(row[g] >= 0, 1, 0)
     T.barrier_arrive(shared.named[now])
 
 
 @T.macro
 def score_block(shared, now, phase, score, block_top, scale_log2, tail, loose):
     """Scores of a block in base 2, -inf where there is no key, and their maxima."""
-    T.barrier_wait(shared.key_ready[now], phase)
+    T.barrier_wait(shared.left_ready[now], phase)
     if loose:
         T.fence_proxy_async()
     T.wgmma_gemm(shared.q_left, shared.key_left[now, :, :], score, transpose_B=True, clear_accum=True)
+    T.barrier_wait(shared.right_ready[now], phase)
+    if loose:
+        T.fence_proxy_async()
     T.wgmma_gemm(shared.q_right, shared.key_right[now, :, :], score, transpose_B=True)
     if tail:
         T.wgmma_gemm(shared.q_tail, shared.key_tail[now, :, :], score, transpose_B=True)
@@ -201,10 +230,10 @@ def scale_sums(sums, shrink):
 
 
 @T.macro
-def add_values(shared, now, phase, key_half, sums, loose):
+def add_values(shared, now, phase, key_half, half_ready, sums, loose):
     """Start the product of the weights of a block with a half of its values."""
     T.barrier_wait(shared.weight_ready[now], phase)
-    T.barrier_wait(shared.key_ready[now], phase)
+    T.barrier_wait(half_ready[now], phase)
     if loose:
         T.fence_proxy_async()
     T.wgmma_gemm(shared.weight, key_half[now, :, :], sums)
@@ -229,14 +258,14 @@ def first_group(shared, blocks, scale_log2, left, score, top, total, shrink, blo
         T.barrier_wait(shared.weight_free[1], phase ^ 1)  # the odd weights before
         publish_block(shared, 0, score, top, total, shrink)
         scale_sums(left, shrink)
-        add_values(shared, 0, phase, shared.key_left, left, loose)
+        add_values(shared, 0, phase, shared.key_left, shared.left_ready, left, loose)
         T.wait_wgmma(0)
         T.barrier_arrive(shared.weight_free[0])
         T.barrier_arrive(shared.key_free[0])
         if pair * 2 + 1 < blocks:
             take_block(shared, 1, phase, top, total, shrink)
             scale_sums(left, shrink)
-            add_values(shared, 1, phase, shared.key_left, left, loose)
+            add_values(shared, 1, phase, shared.key_left, shared.left_ready, left, loose)
             T.wait_wgmma(0)
             T.barrier_arrive(shared.key_free[1])
 
@@ -261,7 +290,7 @@ def second_group(
             weigh_block(score, block_top, top, block_total)
         take_block(shared, 0, phase, top, total, shrink)
         scale_sums(right, shrink)
-        add_values(shared, 0, phase, shared.key_right, right, loose)
+        add_values(shared, 0, phase, shared.key_right, shared.right_ready, right, loose)
         if pair * 2 + 1 < blocks:
             for h in T.Parallel(HEADS):
                 own[h] = T.exp2(block_top[h] - T.max(top[h], block_top[h]))
@@ -276,7 +305,7 @@ def second_group(
             T.barrier_wait(shared.weight_free[0], phase)  # the first group has read the even weights
             publish_block(shared, 1, score, top, total, shrink)
             scale_sums(right, shrink)
-            add_values(shared, 1, phase, shared.key_right, right, loose)
+            add_values(shared, 1, phase, shared.key_right, shared.right_ready, right, loose)
             T.wait_wgmma(0)
             T.barrier_arrive(shared.weight_free[1])
             T.barrier_arrive(shared.key_free[1])

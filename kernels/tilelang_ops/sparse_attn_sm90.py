@@ -22,11 +22,9 @@ from .roles_sm90 import (
     LN_2,
     LOG2_E,
     PASS_CONFIGS,
-    ROW_THREADS,
-    STEP,
     THREADS,
     VALUES,
-    Registers,
+    Roles,
     divide_sums,
     first_group,
     name_keys,
@@ -44,19 +42,20 @@ def attend_program(
     *,
     has_length: bool,
     has_sink: bool,
-    registers: Registers | None = None,
+    roles: Roles | None = None,
 ):
     """The program over a paged cache, for any number of tokens, list entries and pages, which may lie apart.
 
     Raises:
         NotImplementedError: heads are no multiple of the tile, or not 512 values with at most 64 channels behind them.
     """
-    registers = registers or Registers()
+    roles = roles or Roles()
     if num_heads % HEADS:
         raise NotImplementedError(f"num_heads: expected a multiple of {HEADS}, got {num_heads}")
     if value_dim != VALUES or width not in (512, 576):
         raise NotImplementedError(f"width, value_dim: expected 512 or 576, and 512, got {width}, {value_dim}")
     tail, tiles = width - VALUES, num_heads // HEADS
+    step, lanes = roles.step, roles.lanes
     tokens, entries, pages, slots, page_stride = T.dynamic("tokens, entries, pages, slots, page_stride")
 
     @T.prim_func
@@ -87,9 +86,9 @@ def attend_program(
             block_total = T.alloc_fragment((HEADS,), T.float32)
             block_total_right = T.alloc_fragment((HEADS,), T.float32)
             own = T.alloc_fragment((HEADS,), T.float32)
-            row = T.alloc_local((KEYS // STEP,), T.int32)
-            page = T.alloc_local((KEYS // STEP,), T.int32)
-            slot = T.alloc_local((KEYS // STEP,), T.int32)
+            row = T.alloc_local((KEYS // step,), T.int32)
+            page = T.alloc_local((KEYS // step,), T.int32)
+            slot = T.alloc_local((KEYS // step,), T.int32)
 
             # 1. which token, heads and entries this program owns
             token = program // tiles
@@ -100,7 +99,7 @@ def attend_program(
 
             if thread < GROUP:
                 # 2. even blocks, the left half of the values
-                T.set_max_nreg(registers.multiply, 1)
+                T.set_max_nreg(roles.multiply, 1)
                 first_group(
                     shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail, True
                 )
@@ -111,7 +110,7 @@ def attend_program(
                 T.copy(shared.q_left, out_thu[token, head0 : head0 + HEADS, 0:HALF])
             elif thread < 2 * GROUP:
                 # 3. odd blocks, the right half
-                T.set_max_nreg(registers.multiply, 1)
+                T.set_max_nreg(roles.multiply, 1)
                 second_group(
                     shared,
                     blocks,
@@ -132,21 +131,21 @@ def attend_program(
                 T.copy(shared.q_right, out_thu[token, head0 : head0 + HEADS, HALF:value_dim])
             else:
                 # 4. the queries, then the keys of block after block
-                T.set_max_nreg(registers.bring, 0)
-                lane = (thread - 2 * GROUP) % ROW_THREADS
-                first = (thread - 2 * GROUP) // ROW_THREADS
-                read_queries(q_thd, token, head0, shared, first, lane, tail)
+                T.set_max_nreg(roles.bring, 0)
+                lane = (thread - 2 * GROUP) % lanes
+                first = (thread - 2 * GROUP) // lanes
+                read_queries(q_thd, token, head0, shared, first, lane, tail, lanes)
                 for block in T.serial(blocks):
                     now = block % 2
-                    for g in T.unroll(KEYS // STEP):
-                        entry = block * KEYS + g * STEP + first
+                    for g in T.unroll(KEYS // step):
+                        entry = block * KEYS + g * step + first
                         row[g] = T.if_then_else(entry < list_end, idx_tk[token, entry], -1)
                         row[g] = T.if_then_else(row[g] < pages * slots, row[g], -1)
                         page[g] = T.max(row[g], 0) // slots
                         slot[g] = T.max(row[g], 0) - page[g] * slots
                     T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
-                    name_keys(shared, now, row, first, lane)
-                    read_rows(kv_pod, shared, now, row, page, slot, first, lane, tail, True)
+                    name_keys(shared, now, row, first, lane, lanes)
+                    read_rows(kv_pod, shared, now, row, page, slot, first, lane, tail, True, lanes)
 
     return sparse_attn
 

@@ -1,7 +1,7 @@
 """Sparse attention over two caches on SM90: window rows or records, then compressed records, in one softmax.
 
-The roles are those of `roles_sm90.py`. The third group reads codes and scales of a block into registers while the one
-before is multiplied, and writes them as bf16 keys to shared memory: the value of a code times its scale is exact there.
+The roles are those of `roles_sm90.py`. The third group reads codes and scales of a block into registers while it
+writes those of the one before as bf16 keys to shared memory: the value of a code times its scale is exact there.
 Nothing is split, so a row has the same bits alone or in any batch, and the same from rows as from records.
 """
 
@@ -22,11 +22,9 @@ from .roles_sm90 import (
     LN_2,
     LOG2_E,
     PASS_CONFIGS,
-    ROW_THREADS,
-    STEP,
     THREADS,
     VALUES,
-    Registers,
+    Roles,
     divide_sums,
     first_group,
     name_keys,
@@ -36,15 +34,25 @@ from .roles_sm90 import (
     shared_memory,
 )
 
+LANES = 4  # threads that bring one row, 16 channels each at a time
+STEP = GROUP // LANES
 PASSES = KEYS // STEP  # rows of a block that a thread brings a part of
-CHUNKS = VALUES // (8 * ROW_THREADS)  # chunks of 8 channels that it brings of each
+PARTS = VALUES // (16 * LANES)  # sixteens of channels that it brings of each
 BYTES = {"e4m3": VALUES, "e2m1": VALUES // 2}
 SCALES = {"e4m3": VALUES // 32, "e2m1": VALUES // 16}
+WORDS = {"e4m3": 4, "e2m1": 2}  # of a part
 
 # two instructions for a pair of codes, which no expression of the language lowers to
 DECODE = """
 #include <cuda_fp8.h>
-__device__ __forceinline__ unsigned dt_read4(const void *at) { return __ldg((const unsigned *)at); }
+
+__device__ __forceinline__ void dt_read16(void *to, const void *at, bool is_key) {
+  *(uint4 *)to = is_key ? __ldg((const uint4 *)at) : make_uint4(0u, 0u, 0u, 0u);
+}
+
+__device__ __forceinline__ void dt_read8(void *to, const void *at, bool is_key) {
+  *(uint2 *)to = is_key ? __ldg((const uint2 *)at) : make_uint2(0u, 0u);
+}
 
 // eight e2m1 codes and an e4m3 scale
 __device__ __forceinline__ void dt_put_e2m1(void *out, unsigned code, unsigned scale_byte) {
@@ -87,14 +95,14 @@ __device__ __forceinline__ void dt_put_e4m3(void *out, unsigned low, unsigned hi
 
 
 def two_cache_program(
-    num_heads: int, window: str, main: str, *, sectioned: bool, has_sink: bool, registers: Registers | None = None
+    num_heads: int, window: str, main: str, *, sectioned: bool, has_sink: bool, roles: Roles | None = None
 ):
-    """The program for any number of tokens, list entries and pages; `window` is "rows", "e4m3" or "e2m1", `main` a code.
+    """The program for any number of tokens, list entries and pages; `window` is "rows" or a code, `main` a code.
 
     Raises:
         NotImplementedError: heads are no multiple of the tile.
     """
-    registers = registers or Registers(multiply=192, bring=120)
+    roles = roles or Roles(multiply=192, bring=120)
     if num_heads % HEADS:
         raise NotImplementedError(f"num_heads: expected a multiple of {HEADS}, got {num_heads}")
     tiles = num_heads // HEADS
@@ -109,55 +117,70 @@ def two_cache_program(
         window_type = T.StridedTensor((window_pages, window_width), (window_stride, 1), T.uint8)
 
     @T.macro
+    def name_rows(window_idx_tk, main_idx_tk, token, block, window_blocks, ahead, first):
+        """Start reading which rows of a block this thread brings a part of."""
+        for g in T.unroll(PASSES):
+            entry = block * KEYS + g * STEP + first
+            later = entry - window_blocks * KEYS
+            if block < window_blocks:
+                ahead[g] = T.if_then_else(entry < window_entries, window_idx_tk[token, entry], -1)
+            else:
+                ahead[g] = T.if_then_else(later < main_entries, main_idx_tk[token, later], -1)
+
+    @T.macro
+    def find_rows(in_window, page_slots, main_slots, ahead, row, page, slot):
+        """Page and slot of the named rows; -1 for what no cache holds."""
+        bound = T.if_then_else(in_window, window_pages * page_slots, main_pages * main_slots)
+        slots = T.if_then_else(in_window, page_slots, main_slots)
+        for g in T.unroll(PASSES):
+            row[g] = T.if_then_else(ahead[g] < bound, ahead[g], -1)
+            page[g] = T.truncdiv(T.max(row[g], 0), slots)
+            slot[g] = T.max(row[g], 0) - page[g] * slots
+
+    @T.macro
     def read_record(pages_pb, kind, row, page, slot, slots, lane, code, sf, g):
         """Start reading this thread's codes and the scales of a record; those of the row -1 are zero."""
-        size, scales = BYTES[kind], SCALES[kind]
-        words = size // VALUES * 2 if kind == "e4m3" else 1
+        size, scales, words = BYTES[kind], SCALES[kind], WORDS[kind]
         data = slot * size if sectioned else slot * (size + scales)
         scale = slots * size + slot * scales if sectioned else data + size
-        for u in T.unroll(CHUNKS):
-            for w in T.unroll(words):
-                code[g * 2 * CHUNKS + u * words + w] = T.if_then_else(
-                    row >= 0,
-                    T.call_extern(
-                        "uint32",
-                        "dt_read4",
-                        T.address_of(pages_pb[page, data + (u * ROW_THREADS + lane) * 4 * words + 4 * w]),
-                    ),
-                    T.uint32(0),
-                )
-        for w in T.unroll(scales // 4):
-            value = T.if_then_else(
-                row >= 0, T.call_extern("uint32", "dt_read4", T.address_of(pages_pb[page, scale + 4 * w])), T.uint32(0)
+        for u in T.unroll(PARTS):
+            T.call_extern(
+                "handle",
+                "dt_read16" if kind == "e4m3" else "dt_read8",
+                T.address_of(code[(g * PARTS + u) * 4]),
+                T.address_of(pages_pb[page, data + (u * LANES + lane) * 4 * words]),
+                row >= 0,
             )
-            if kind == "e4m3":
-                sf[g * 4 + w] = value
-            else:  # its codes fill half of their place
-                code[g * 2 * CHUNKS + CHUNKS + w] = value
+        for w in T.unroll(scales // 16):
+            T.call_extern(
+                "handle",
+                "dt_read16",
+                T.address_of(sf[g * 8 + w * 4]),
+                T.address_of(pages_pb[page, scale + 16 * w]),
+                row >= 0,
+            )
 
     @T.macro
     def put_half(target, kind, first, now, j, lane, code, sf, g):
-        """Write this thread's chunks from `first` on to half a key in shared memory, as bf16."""
-        for v in T.unroll(CHUNKS // 2):
+        """Write this thread's parts from `first` on to half a key in shared memory, as bf16."""
+        for v in T.unroll(PARTS // 2):
             u = first + v
-            out = T.address_of(target[now, j, (v * ROW_THREADS + lane) * 8])
+            at, word = (v * LANES + lane) * 16, (g * PARTS + u) * 4
+            low, high = T.address_of(target[now, j, at]), T.address_of(target[now, j, at + 8])
             if kind == "e4m3":
-                shift = T.cast(8 * (u % 2 * 2 + lane // 4), T.uint32)
-                low, high = code[g * 2 * CHUNKS + 2 * u], code[g * 2 * CHUNKS + 2 * u + 1]
-                T.call_extern("handle", "dt_put_e4m3", out, low, high, sf[g * 4 + u // 2] >> shift & T.uint32(255))
+                shift = T.cast(8 * (u % 2 * 2 + lane // 2), T.uint32)
+                scale = sf[g * 8 + u // 2] >> shift & T.uint32(255)
+                T.call_extern("handle", "dt_put_e4m3", low, code[word], code[word + 1], scale)
+                T.call_extern("handle", "dt_put_e4m3", high, code[word + 2], code[word + 3], scale)
             else:
-                shift = T.cast(8 * (lane // 2), T.uint32)
-                scale = code[g * 2 * CHUNKS + CHUNKS + u] >> shift & T.uint32(255)
-                T.call_extern("handle", "dt_put_e2m1", out, code[g * 2 * CHUNKS + u], scale)
+                scale = sf[g * 8 + u] >> T.cast(8 * lane, T.uint32) & T.uint32(255)
+                T.call_extern("handle", "dt_put_e2m1", low, code[word], scale)
+                T.call_extern("handle", "dt_put_e2m1", high, code[word + 1], scale)
 
     @T.macro
-    def put_records(shared, kind, now, row0, lane, code, sf):
-        """Write a block of records to shared memory, by the third group."""
-        for g in T.unroll(PASSES):
-            put_half(shared.key_left, kind, 0, now, g * STEP + row0, lane, code, sf, g)
-            put_half(shared.key_right, kind, CHUNKS // 2, now, g * STEP + row0, lane, code, sf, g)
-        T.fence_proxy_async()
-        T.barrier_arrive(shared.key_ready[now])
+    def put_record(shared, kind, now, j, lane, code, sf, g):
+        put_half(shared.key_left, kind, 0, now, j, lane, code, sf, g)
+        put_half(shared.key_right, kind, PARTS // 2, now, j, lane, code, sf, g)
 
     @T.prim_func
     def two_cache_attn(
@@ -191,11 +214,15 @@ def two_cache_program(
             block_total = T.alloc_fragment((HEADS,), T.float32)
             block_total_right = T.alloc_fragment((HEADS,), T.float32)
             own = T.alloc_fragment((HEADS,), T.float32)
+            ahead = T.alloc_local((PASSES,), T.int32)
             row = T.alloc_local((PASSES,), T.int32)
             page = T.alloc_local((PASSES,), T.int32)
             slot = T.alloc_local((PASSES,), T.int32)
-            code = T.alloc_local((PASSES * 2 * CHUNKS,), T.uint32)
-            sf = T.alloc_local((PASSES * 4,), T.uint32)
+            next_row = T.alloc_local((PASSES,), T.int32)
+            next_page = T.alloc_local((PASSES,), T.int32)
+            next_slot = T.alloc_local((PASSES,), T.int32)
+            code = T.alloc_local((PASSES * PARTS * 4,), T.uint32)
+            sf = T.alloc_local((PASSES * 8,), T.uint32)
 
             # 1. which token and heads this program owns
             token = program // tiles
@@ -206,8 +233,21 @@ def two_cache_program(
 
             if thread < GROUP:
                 # 2. even blocks, the left half of the values
-                T.set_max_nreg(registers.multiply, 1)
-                first_group(shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, 0, window == "rows")
+                T.set_max_nreg(roles.multiply, 1)
+                first_group(
+                    shared,
+                    blocks,
+                    scale_log2,
+                    left,
+                    score,
+                    top,
+                    total,
+                    shrink,
+                    block_top,
+                    block_total,
+                    0,
+                    window == "rows",
+                )
                 for h in T.Parallel(HEADS):
                     lse_th[token, head0 + h] = (top[h] + T.log2(total[h])) * LN_2
                 divide_sums(left, top, total, shrink, sink_h, head0, has_sink)
@@ -215,7 +255,7 @@ def two_cache_program(
                 T.copy(shared.q_left, out_thd[token, head0 : head0 + HEADS, 0:HALF])
             elif thread < 2 * GROUP:
                 # 3. odd blocks, the right half
-                T.set_max_nreg(registers.multiply, 1)
+                T.set_max_nreg(roles.multiply, 1)
                 second_group(
                     shared,
                     blocks,
@@ -235,49 +275,61 @@ def two_cache_program(
                 T.copy(right, shared.q_right)
                 T.copy(shared.q_right, out_thd[token, head0 : head0 + HEADS, HALF:VALUES])
             else:
-                # 4. the queries, then the keys of block after block; records are read one block ahead
-                T.set_max_nreg(registers.bring, 0)
-                lane = (thread - 2 * GROUP) % ROW_THREADS
-                first = (thread - 2 * GROUP) // ROW_THREADS
-                for local in (row, page, slot, code, sf):
+                # 4. the queries, then the keys of block after block
+                T.set_max_nreg(roles.bring, 0)
+                lane = (thread - 2 * GROUP) % LANES
+                first = (thread - 2 * GROUP) // LANES
+                for local in (code, sf):
                     T.clear(local)
-                for step in T.serial(blocks + 1):
-                    now = (step + 1) % 2
-                    # 4a. the block that was read comes to its buffer
-                    if step > 0:
-                        T.barrier_wait(shared.key_free[now], (step - 1) // 2 % 2 ^ 1)
-                        name_keys(shared, now, row, first, lane)
-                        if step - 1 < window_blocks:
-                            if window == "rows":
-                                read_rows(window_rows, shared, now, row, page, slot, first, lane, 0, True)
-                            else:
-                                put_records(shared, window, now, first, lane, code, sf)
-                        else:
-                            put_records(shared, main, now, first, lane, code, sf)
-                    # 4b. the next block
-                    if step < window_blocks:
-                        for g in T.unroll(PASSES):
-                            entry = step * KEYS + g * STEP + first
-                            row[g] = T.if_then_else(entry < window_entries, window_idx_tk[token, entry], -1)
-                            row[g] = T.if_then_else(row[g] < window_pages * page_slots, row[g], -1)
-                            page[g] = T.truncdiv(T.max(row[g], 0), page_slots)
-                            slot[g] = T.max(row[g], 0) - page[g] * page_slots
-                        if window != "rows":
-                            for g in T.unroll(PASSES):
-                                read_record(
-                                    window_rows, window, row[g], page[g], slot[g], page_slots, lane, code, sf, g
-                                )
-                    elif step < blocks:
-                        for g in T.unroll(PASSES):
-                            entry = (step - window_blocks) * KEYS + g * STEP + first
-                            row[g] = T.if_then_else(entry < main_entries, main_idx_tk[token, entry], -1)
-                            row[g] = T.if_then_else(row[g] < main_pages * main_slots, row[g], -1)
-                            page[g] = T.truncdiv(T.max(row[g], 0), main_slots)
-                            slot[g] = T.max(row[g], 0) - page[g] * main_slots
-                        for g in T.unroll(PASSES):
-                            read_record(main_pb, main, row[g], page[g], slot[g], main_slots, lane, code, sf, g)
-                    if step == 0:
-                        read_queries(q_thd, token, head0, shared, first, lane, 0)
+                name_rows(window_idx_tk, main_idx_tk, token, 0, window_blocks, ahead, first)
+                find_rows(window_blocks > 0, page_slots, main_slots, ahead, row, page, slot)
+                name_rows(window_idx_tk, main_idx_tk, token, 1, window_blocks, ahead, first)
+                for g in T.unroll(PASSES):
+                    if window_blocks == 0:
+                        read_record(main_pb, main, row[g], page[g], slot[g], main_slots, lane, code, sf, g)
+                    elif window != "rows":
+                        read_record(window_rows, window, row[g], page[g], slot[g], page_slots, lane, code, sf, g)
+                read_queries(q_thd, token, head0, shared, first, lane, 0, LANES)
+                for block in T.serial(blocks):
+                    now = block % 2
+                    find_rows(block + 1 < window_blocks, page_slots, main_slots, ahead, next_row, next_page, next_slot)
+                    name_rows(window_idx_tk, main_idx_tk, token, block + 2, window_blocks, ahead, first)
+                    T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
+                    name_keys(shared, now, row, first, lane, LANES)
+                    if window == "rows" and block < window_blocks:
+                        read_rows(window_rows, shared, now, row, page, slot, first, lane, 0, True, LANES)
+                    # a part of the next block is read as soon as its registers are free
+                    for g in T.unroll(PASSES):
+                        j = g * STEP + first
+                        if block >= window_blocks:
+                            put_record(shared, main, now, j, lane, code, sf, g)
+                        elif window != "rows":
+                            put_record(shared, window, now, j, lane, code, sf, g)
+                        if block + 1 >= window_blocks:
+                            read_record(
+                                main_pb, main, next_row[g], next_page[g], next_slot[g], main_slots, lane, code, sf, g
+                            )
+                        elif window != "rows":
+                            read_record(
+                                window_rows,
+                                window,
+                                next_row[g],
+                                next_page[g],
+                                next_slot[g],
+                                page_slots,
+                                lane,
+                                code,
+                                sf,
+                                g,
+                            )
+                    if window != "rows" or block >= window_blocks:
+                        T.fence_proxy_async()
+                        T.barrier_arrive(shared.left_ready[now])
+                        T.barrier_arrive(shared.right_ready[now])
+                    for g in T.unroll(PASSES):
+                        row[g] = next_row[g]
+                        page[g] = next_page[g]
+                        slot[g] = next_slot[g]
 
     return two_cache_attn
 
@@ -311,9 +363,9 @@ def two_cache_attn(
     window_slots = window.shape[0] if rows else window.shape[1]
     kernel(
         q_thd,
-        window.unsqueeze(0) if rows else window.flatten(1),
+        window.unsqueeze(0) if rows else _bytes(window),
         window_idx_tk,
-        main_pow.flatten(1),
+        _bytes(main_pow),
         main_idx_tk,
         lse_th.new_empty(num_heads) if sink_h is None else sink_h,  # what a program does not take is its argument
         out_thd,
@@ -323,3 +375,8 @@ def two_cache_attn(
         max(main_pow.shape[1], 1),
     )
     return out_thd, lse_th
+
+
+def _bytes(pages_pow: torch.Tensor) -> torch.Tensor:
+    """Pages as rows of bytes, wherever they lie."""
+    return pages_pow.as_strided((pages_pow.shape[0], pages_pow[0].numel()), (pages_pow.stride(0), 1))

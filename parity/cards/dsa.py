@@ -151,11 +151,13 @@ class MlaCase:
     regime: str = "normal"
     holes: str = "some"  # none, some, leading, all, bad
     lengths: str = "none"  # none, mixed, zero
+    gap: int = 32  # bytes between pages
 
     @property
     def id(self) -> str:
         shape = f"t{self.tokens}-h{self.heads}-s{self.keys}-k{self.topk}-page{self.page}"
-        return f"{shape}-{self.writer}-{self.regime}-holes_{self.holes}-len_{self.lengths}"
+        gap = "" if self.gap else "-dense"
+        return f"{shape}{gap}-{self.writer}-{self.regime}-holes_{self.holes}-len_{self.lengths}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +304,7 @@ def draw_mla(case: MlaCase, rng: np.random.Generator) -> Inputs:
     if case.regime == "small":  # below the floor of one writer, above that of the other; codes are subnormal
         rows[:, : fmt.channels] *= 2.0 ** -torch.arange(4).repeat_interleave(128).mul(3)
     pages = -(-case.keys // case.page) + 1
-    block = draws.poisoned(pages, case.page * RECORD + 32, dtype=torch.uint8)
+    block = draws.poisoned(pages, case.page * RECORD + case.gap, dtype=torch.uint8)
     cache = block[:, : case.page * RECORD].unflatten(1, (case.page, RECORD))
     slots = rng.permutation(pages * case.page)[: case.keys]
     records = pack_records(rows, fmt=fmt)
@@ -561,6 +563,9 @@ def cases_mla(full: bool) -> list[MlaCase]:
     if full:
         found += [replace(base, page=p, regime=r, topk=k) for p, r, k in product((2, 53, 64), REGIMES, (31, 33))]
         found += [MlaCase(tokens=1, heads=128, keys=4200, topk=2048, page=64, regime=r) for r in REGIMES]
+        dense = MlaCase(tokens=3, heads=64, keys=900, topk=384, page=64, gap=0, holes="leading")
+        found += [dense, replace(dense, tokens=1, holes="some", regime="mean1")]
+        found += [replace(dense, writer=w, tokens=1, regime="peaked") for w in ("fmla", "demo")]
     return list({case.id: case for case in found}.values())
 
 
@@ -893,6 +898,12 @@ def one_lowered(case: ScoreCase) -> str | None:
     return None
 
 
+def outside_flash_mla(case: MlaCase) -> str | None:
+    """Why FlashMLA's legacy sparse decode does not take a case."""
+    fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none" and case.holes != "bad"
+    return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths, no holes but -1"
+
+
 def short_lists(case: MlaCase) -> str | None:
     """Lowered, short lists of few heads alone."""
     if case.regime != "normal" or case.topk > 20 or case.heads > 4 or case.page != 5 or case.tokens != 3:
@@ -1157,6 +1168,20 @@ SPARSE_MLA = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.dsa:sparse_mla_triton", lowered_declines=short_lists),
+        Candidate(
+            name="flash-mla",
+            function="deeptwin.optimized.dsa:sparse_mla_flash_mla",
+            archs=("sm90",),
+            needs=("flash_mla",),
+            declines=outside_flash_mla,
+            unpromised={
+                "batch_invariant": "its schedule splits lists by the batch",
+                "chunk_invariant": "its schedule splits lists by the batch",
+                "out_thu": "it rounds fp32 scales to bf16: only those that are powers of two are exact",
+                "lse_th": "it rounds fp32 scales to bf16: only those that are powers of two are exact",
+            },
+            required=False,
+        ),
     ),
     builds=(
         BuildCase(
