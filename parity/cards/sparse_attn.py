@@ -464,11 +464,11 @@ def wide_pairs() -> list[PairCase]:
     return [
         wide,
         _pair(wide, main_format="fp8", layout="sectioned", holes="bad", sink="none"),
-        _pair(wide, layout="sectioned", regime="peaked", sink="extreme", heads=128, tokens=1),
+        _pair(wide, layout="sectioned", regime="peaked", sink="extreme", tokens=1),
         _pair(wide, tokens=1, main=0, holes="leading"),
         _pair(wide, tokens=1, window=0, holes="all"),
         _pair(wide, tokens=2, regime="nankey"),
-        _pair(wide, tokens=2, regime="tiny", main_format="fp8"),
+        _pair(wide, tokens=2, regime="tiny", main_format="fp8", layout="sectioned", sink="none"),
     ]
 
 
