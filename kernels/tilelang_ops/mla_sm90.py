@@ -331,6 +331,8 @@ def mla_decode(
     shape = (requests, queries, num_heads)
     if tokens == 0:
         return out_thu.view(*shape, VALUES), lse_th.view(shape)
+    if block_table_bp.shape[1] == 0:  # a program takes no empty argument; no request is so short that this shows
+        block_table_bp = block_table_bp.new_full((requests, 1), -1)
     # from the width of the table, known on the host; splits beyond a request's length are never looked at
     parts = max(1, -(-block_table_bp.shape[1] * cache_pod.shape[1] // SPLIT))
     if chained is None:

@@ -358,6 +358,7 @@ def two_cache_attn(
     lse_th = torch.empty(tokens, num_heads, dtype=torch.float32, device=q_thd.device)
     if tokens == 0:
         return out_thd, lse_th
+    window_idx_tk, main_idx_tk = _not_empty(window_idx_tk), _not_empty(main_idx_tk)
     kernel = _compiled(num_heads, *kinds, sectioned, sink_h is not None)
     rows = kinds[0] == "rows"
     window_slots = window.shape[0] if rows else window.shape[1]
@@ -380,3 +381,8 @@ def two_cache_attn(
 def _bytes(pages_pow: torch.Tensor) -> torch.Tensor:
     """Pages as rows of bytes, wherever they lie."""
     return pages_pow.as_strided((pages_pow.shape[0], pages_pow[0].numel()), (pages_pow.stride(0), 1))
+
+
+def _not_empty(idx_tk: torch.Tensor) -> torch.Tensor:
+    """A list of nothing as one of a hole: a program takes no empty argument."""
+    return idx_tk if idx_tk.shape[1] else idx_tk.new_full((len(idx_tk), 1), -1)
