@@ -283,7 +283,6 @@ def two_cache_attn_decode_tilelang(
     expect_dtype("window_pow", window_pow, torch.uint8)
     _check_pair(q_thd, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype)
     kind = _kind(caches.window)
-    _expect_pages("window_pow", window_pow)
     return _launch_specialised(q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, kind, caches, dtype)
 
 
@@ -308,6 +307,8 @@ def _launch_specialised(
     for name, fmt, code in (("window", caches.window, kind), ("main", caches.main, kinds[1])):
         if code != "rows" and fmt.quant.group != groups.get(code):
             raise NotImplementedError(f"caches: expected {name} records of e4m3 by 32 or e2m1 by 16, got {fmt.name}")
+    if kind != "rows":
+        _expect_pages("window_pow", window)
     _expect_pages("main_pow", main_pow)
     _expect_sm90(q_thd)
     from deeptwin.kernels.tilelang_ops import two_cache_sm90 as kernels

@@ -12,13 +12,6 @@ def sm90_h128() -> Any:
     return decode_program(128, 576, chained=True)
 
 
-def sm90_h128_split() -> Any:
-    """V3: a program for each split."""
-    from deeptwin.kernels.tilelang_ops.mla_sm90 import decode_program
-
-    return decode_program(128, 576, chained=False)
-
-
 def sm90_h128_combine() -> Any:
     """The merge of splits."""
     from deeptwin.kernels.tilelang_ops.mla_sm90 import combine_program

@@ -52,10 +52,3 @@ def sm90_two_decode() -> Any:
     from deeptwin.kernels.tilelang_ops.two_cache_sm90 import two_cache_program
 
     return two_cache_program(64, "e4m3", "e2m1", sectioned=False, has_sink=True)
-
-
-def sm90_two_prefill() -> Any:
-    """V4.1 prefill by specialised warps: bf16 window rows, FP4 entries."""
-    from deeptwin.kernels.tilelang_ops.two_cache_sm90 import two_cache_program
-
-    return two_cache_program(64, "rows", "e2m1", sectioned=False, has_sink=True)
