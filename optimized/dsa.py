@@ -15,7 +15,7 @@ from deeptwin.reference.weights import Latents
 from .attention_v3 import absorbed_output, absorbed_query, latent_rows, softmax_scale
 from .kv_cache import WIDE, _wide_record
 from .linear import linear_triton
-from .providers import deep_gemm
+from .providers import deep_gemm, flash_mla_legacy
 from .quant import quantize_triton
 from .sparse_attn import sparse_attn_triton
 from .topk import topk_triton
@@ -320,6 +320,57 @@ def sparse_mla_triton(
     return kernels.sparse_mla(
         q_thd, cache_pow, idx_tk, topk_length_t, scale=scale, record=record, launch=launch, out=out
     )
+
+
+def sparse_mla_flash_mla(
+    q_thd: Tensor,
+    cache_pow: Tensor,
+    idx_tk: Tensor,
+    topk_length_t: Tensor | None,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_mla` by FlashMLA's legacy sparse decode (SM90), a request for each token, with its own schedule.
+
+    Its LSE is natural; +inf of an empty row becomes −inf. An index other than −1 that names no record is an illegal
+    access there, so such lists are not for this adapter.
+
+    Raises:
+        ValueError: shapes disagree, no format with a tail has records of w bytes, or `scale` is not positive.
+        TypeError: queries are not bfloat16, the cache is not uint8, or indices or lengths are not int32.
+        NotImplementedError: no FlashMLA with the legacy line, other heads than 64 or 128, other records than those of
+            656 bytes one behind the other, lengths, or no token.
+    """
+    dims: dict[str, int] = {}
+    fmt = expect_records("cache_pow", cache_pow, {})
+    expect_shape("q_thd", q_thd, "thd", dims | {"d": fmt.width})
+    expect_dtype("q_thd", q_thd, torch.bfloat16)
+    expect_shape("idx_tk", idx_tk, "tk", {"t": q_thd.shape[0]})
+    expect_dtype("idx_tk", idx_tk, torch.int32)
+    expect_positive("scale", scale)
+    tokens, heads, width = q_thd.shape
+    if topk_length_t is not None:
+        raise NotImplementedError("topk_length_t: expected None, the kernel takes no lengths with these records")
+    if heads not in (64, 128) or not tokens:
+        raise NotImplementedError(f"q_thd: expected tokens of 64 or 128 heads, got {tokens} of {heads}")
+    if (fmt.record_bytes, width) != (656, 576) or cache_pow.stride()[1:] != (656, 1) or cache_pow.stride(0) % 656:
+        raise NotImplementedError(f"cache_pow: expected whole records of 656 bytes, got strides {cache_pow.stride()}")
+    library = flash_mla_legacy()
+    schedule, _ = library.get_mla_metadata()
+    lists = torch.nn.functional.pad(idx_tk, (0, -idx_tk.shape[1] % 64), value=-1)
+    out_t1hu, lse_th1 = library.flash_mla_with_kvcache(
+        q_thd[:, None].contiguous(),
+        cache_pow[:, :, None],
+        None,
+        None,
+        512,
+        schedule,
+        softmax_scale=scale,
+        is_fp8_kvcache=True,
+        indices=lists[:, None],
+        use_legacy=True,
+    )
+    return out_t1hu[:, 0], lse_th1[:, :, 0].masked_fill(lse_th1[:, :, 0] == torch.inf, -torch.inf)
 
 
 def _project(

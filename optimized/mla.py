@@ -85,6 +85,42 @@ def mla_decode_triton(
     )
 
 
+def mla_decode_tilelang(
+    q_bthd: Tensor,
+    cache_pod: Tensor,
+    block_table_bp: Tensor,
+    lengths_b: Tensor,
+    *,
+    scale: float,
+    value_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """`mla_decode` on SM90 with specialised warps, in splits of 2048 keys; queries that lie apart are copied first.
+
+    Raises:
+        ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.
+        TypeError: queries or cache are not of `dtype`, or table or lengths are not int32.
+        NotImplementedError: another dtype than bf16, heads that are no multiple of 64, pages of other than 64 slots,
+            other widths than 512 or 576 with 512 values, rows or pages that do not follow one another, or no SM90.
+    """
+    dims = _check_decode(q_bthd, cache_pod, block_table_bp, lengths_b, scale, value_dim, dtype)
+    if dtype is not torch.bfloat16:
+        raise NotImplementedError(f"dtype: expected bfloat16, got {dtype}")
+    if dims["h"] % 64 or dims["d"] not in (512, 576) or value_dim != 512:
+        raise NotImplementedError(f"q_bthd: expected 64·n heads of 512 or 576 with 512 values, got {dims}")
+    if dims["o"] != 64 or cache_pod.stride()[1:] != (dims["d"], 1) or cache_pod.stride(0) % 8:
+        raise NotImplementedError(
+            f"cache_pod: expected pages of 64 rows side by side, got strides {cache_pod.stride()}"
+        )
+    if not q_bthd.is_cuda or torch.cuda.get_device_capability(q_bthd.device)[0] != 9:
+        raise NotImplementedError(f"q_bthd: expected a tensor on SM90, got one on {q_bthd.device}")
+    from deeptwin.kernels.tilelang_ops import mla_sm90 as kernels
+
+    return kernels.mla_decode(
+        q_bthd.contiguous(), cache_pod, block_table_bp.contiguous(), lengths_b.contiguous(), scale=scale
+    )
+
+
 def mla_decode_flash_mla(
     q_bthd: Tensor,
     cache_pod: Tensor,

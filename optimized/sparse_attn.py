@@ -232,6 +232,111 @@ def two_cache_attn_decode_triton(
     )
 
 
+def two_cache_attn_tilelang(
+    q_thd: Tensor,
+    window_sd: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    *,
+    caches: TwoCaches,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """`two_cache_attn` on SM90 with specialised warps; queries and lists that are not contiguous are copied first.
+
+    Raises:
+        ValueError: shapes disagree, or w is not the bytes of a record of `caches`.
+        TypeError: queries or rows are not bfloat16, pages are not uint8, indices are not int32, the sink is not
+            float32, or `dtype` is not bfloat16 or float32.
+        NotImplementedError: an output that is not bf16, heads that are no multiple of 64, other records than those of
+            512 channels, pages whose records do not follow one another or begin at odd places, or no SM90.
+    """
+    expect_shape("window_sd", window_sd, "sd", {"d": caches.main.width})
+    expect_dtype("window_sd", window_sd, torch.bfloat16)
+    _check_pair(q_thd, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype)
+    if window_sd.stride() != (caches.main.width, 1):
+        raise NotImplementedError(f"window_sd: expected contiguous rows, got strides {window_sd.stride()}")
+    return _launch_specialised(q_thd, window_sd, window_idx_tk, main_pow, main_idx_tk, sink_h, "rows", caches, dtype)
+
+
+def two_cache_attn_decode_tilelang(
+    q_thd: Tensor,
+    window_pow: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    *,
+    caches: TwoCaches,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """`two_cache_attn_tilelang` over window records, with the same bits for equal keys.
+
+    Raises:
+        ValueError: as `two_cache_attn_tilelang`.
+        TypeError: queries are not bfloat16, pages are not uint8, indices are not int32, the sink is not float32, or
+            `dtype` is not bfloat16 or float32.
+        NotImplementedError: as `two_cache_attn_tilelang`.
+    """
+    expect_shape("window_pow", window_pow, "pow", {"w": caches.window.record_bytes})
+    expect_dtype("window_pow", window_pow, torch.uint8)
+    _check_pair(q_thd, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype)
+    kind = _kind(caches.window)
+    return _launch_specialised(q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, kind, caches, dtype)
+
+
+def _launch_specialised(
+    q_thd: Tensor,
+    window: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    kind: str,
+    caches: TwoCaches,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    heads, width = q_thd.shape[1:]
+    kinds = (kind, _kind(caches.main))
+    if dtype is not torch.bfloat16:
+        raise NotImplementedError(f"dtype: expected bfloat16, got {dtype}")
+    if heads % 64 or width != 512:
+        raise NotImplementedError(f"q_thd: expected 64·n heads of 512, got {heads} of {width}")
+    groups = {"e4m3": 32, "e2m1": 16}
+    for name, fmt, code in (("window", caches.window, kind), ("main", caches.main, kinds[1])):
+        if code != "rows" and fmt.quant.group != groups.get(code):
+            raise NotImplementedError(f"caches: expected {name} records of e4m3 by 32 or e2m1 by 16, got {fmt.name}")
+    if kind != "rows":
+        _expect_pages("window_pow", window)
+    _expect_pages("main_pow", main_pow)
+    _expect_sm90(q_thd)
+    from deeptwin.kernels.tilelang_ops import two_cache_sm90 as kernels
+
+    return kernels.two_cache_attn(
+        q_thd.contiguous(),
+        window,
+        window_idx_tk.contiguous(),
+        main_pow,
+        main_idx_tk.contiguous(),
+        sink_h,
+        kinds=kinds,
+        sectioned=caches.layout is PageLayout.SECTIONED,
+        scale=caches.scale,
+    )
+
+
+def _expect_pages(name: str, pages: Tensor) -> None:
+    """Pages that are read sixteen bytes at a time, by their bytes in order."""
+    if pages.stride()[1:] != (pages.shape[2], 1) or pages.stride(0) % 16 or pages.data_ptr() % 16:
+        raise NotImplementedError(f"{name}: expected pages of records in order, got strides {pages.stride()}")
+
+
+def _expect_sm90(q_thd: Tensor) -> None:
+    if not q_thd.is_cuda or torch.cuda.get_device_capability(q_thd.device)[0] != 9:
+        raise NotImplementedError(f"q_thd: expected a tensor on SM90, got one on {q_thd.device}")
+
+
 def _check_pair(
     q_thd: Tensor,
     window_idx_tk: Tensor,
@@ -299,8 +404,7 @@ def _expect_specialised(q_thd: Tensor, kv_pod: Tensor, name: str, value_dim: int
         )
     if kv_pod.stride()[1:] != (width, 1):
         raise NotImplementedError(f"{name}: expected rows one behind the other, got strides {kv_pod.stride()}")
-    if not q_thd.is_cuda or torch.cuda.get_device_capability(q_thd.device)[0] != 9:
-        raise NotImplementedError(f"q_thd: expected a tensor on SM90, got one on {q_thd.device}")
+    _expect_sm90(q_thd)
 
 
 def _kind(fmt: RecordFormat) -> str:

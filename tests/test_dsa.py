@@ -26,6 +26,7 @@ from deeptwin.optimized.dsa import (
     dsa_index_scores_tilelang,
     dsa_index_scores_tilelang_fp8,
     dsa_index_scores_triton,
+    sparse_mla_flash_mla,
     sparse_mla_triton,
 )
 from deeptwin.parity import goldens
@@ -572,17 +573,57 @@ def test_the_fp8_unit_has_a_rule_of_its_own() -> None:
 
 def test_attention_over_records_is_refused() -> None:
     both = (sparse_mla, sparse_mla_triton)
-    raises(ValueError, "q_thd", {"q_thd": draw(1, 2, 3, 512)}, MLA, *both)
+    all_three = (*both, sparse_mla_flash_mla)
+    raises(ValueError, "q_thd", {"q_thd": draw(1, 2, 3, 512)}, MLA, *all_three)
+    raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 655, dtype=torch.uint8)}, MLA, *all_three)
+    raises(ValueError, "idx_tk", {"idx_tk": int32([0, 1])}, MLA, *all_three)
+    raises(ValueError, "scale", {"scale": 0.0}, MLA, *all_three)
+    raises(TypeError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 656)}, MLA, *all_three)
+    raises(TypeError, "idx_tk", {"idx_tk": torch.zeros(2, 5, dtype=torch.int64)}, MLA, *all_three)
     raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 528, dtype=torch.uint8)}, MLA, *both)
-    raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 655, dtype=torch.uint8)}, MLA, *both)
-    raises(ValueError, "idx_tk", {"idx_tk": int32([0, 1])}, MLA, *both)
     raises(ValueError, "topk_length_t", {"topk_length_t": int32([1])}, MLA, *both)
-    raises(ValueError, "scale", {"scale": 0.0}, MLA, *both)
-    raises(TypeError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 656)}, MLA, *both)
-    raises(TypeError, "idx_tk", {"idx_tk": torch.zeros(2, 5, dtype=torch.int64)}, MLA, *both)
     raises(TypeError, "topk_length_t", {"topk_length_t": torch.zeros(2)}, MLA, *both)
     raises(TypeError, "dtype", {"dtype": torch.float64}, MLA, sparse_mla)
-    raises(TypeError, "q_thd", {"q_thd": torch.zeros(2, 3, 576)}, MLA, sparse_mla_triton)
+    raises(TypeError, "q_thd", {"q_thd": torch.zeros(2, 3, 576)}, MLA, sparse_mla_triton, sparse_mla_flash_mla)
+
+
+def test_the_adapter_of_flash_mla_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_mla", None)  # as if it were not installed
+    good = MLA | {"q_thd": draw(1, 2, 64, 576)}
+    apart = torch.zeros(2, 4 * 656 + 32, dtype=torch.uint8)[:, : 4 * 656].unflatten(1, (4, 656))
+    for name, change in {
+        "topk_length_t": {"topk_length_t": int32([1, 1])},
+        "q_thd": {"q_thd": draw(1, 2, 3, 576)},
+        "cache_pow": {"cache_pow": apart},
+        "flash_mla": {},
+    }.items():
+        raises(NotImplementedError, name, change, good, sparse_mla_flash_mla)
+
+
+def test_the_adapter_of_flash_mla_pads_lists_and_turns_the_lse_of_an_empty_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library, with its conventions: what is passed, and what becomes of what it returns."""
+
+    def forward(
+        q: Tensor, cache: Tensor, table: None, lengths: None, width: int, schedule: str, **how: Any
+    ) -> tuple[Tensor, Tensor]:
+        lists = how.pop("indices")
+        assert (table, lengths, width, schedule, lists.shape) == (None, None, 512, "empty", (2, 1, 64))
+        assert how == {"softmax_scale": 1.0, "is_fp8_kvcache": True, "use_legacy": True}
+        out, lse = sparse_mla(q[:, 0], cache[:, :, 0], lists[:, 0], None, scale=1.0)
+        return out.bfloat16()[:, None], lse.float().masked_fill(lse == -torch.inf, torch.inf)[:, :, None]
+
+    library = SimpleNamespace(
+        flash_mla_with_kvcache=forward,
+        get_mla_metadata=lambda: ("empty", None),
+        flash_mla_sparse_fwd=lambda use_legacy: None,
+    )
+    monkeypatch.setitem(sys.modules, "flash_mla", library)
+    given = MLA | {"q_thd": draw(1, 2, 64, 576), "idx_tk": int32([[0, 3, -1], [-1, -1, -1]])}
+    out, lse = sparse_mla_flash_mla(**given)
+    right, right_lse = sparse_mla(**given)
+    assert torch.equal(out, right.bfloat16())
+    assert torch.equal(lse, right_lse.float())
+    assert bool(torch.isneginf(lse[1]).all())
 
 
 def test_kernels_decline_and_refuse_buffers() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deeptwin.optimized.mla import (
     mla_decode_flash_mla,
+    mla_decode_tilelang,
     mla_decode_triton,
     mla_prefill_triton,
     store_latent_triton,
@@ -551,7 +552,7 @@ def decode_arguments() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_decode_refuses_values(name: str) -> None:
-    for function in (mla_decode, mla_decode_triton, mla_decode_flash_mla):
+    for function in (mla_decode, mla_decode_triton, mla_decode_tilelang, mla_decode_flash_mla):
         with pytest.raises(ValueError, match=f"^{name}: "):
             function(**decode_arguments() | {name: BAD_VALUES[name]})
 
@@ -559,7 +560,7 @@ def test_decode_refuses_values(name: str) -> None:
 @pytest.mark.parametrize("name", ["block_table_bp", "lengths_b"])
 def test_decode_refuses_long_indices(name: str) -> None:
     long = torch.zeros((2, 2) if name == "block_table_bp" else 2, dtype=torch.int64)
-    for function in (mla_decode, mla_decode_triton, mla_decode_flash_mla):
+    for function in (mla_decode, mla_decode_triton, mla_decode_tilelang, mla_decode_flash_mla):
         with pytest.raises(TypeError, match=f"^{name}: "):
             function(**decode_arguments() | {name: long})
 
@@ -601,6 +602,26 @@ def test_kernels_decline_widths_and_strides() -> None:
         mla_prefill_triton(draw(1, 3, 2, 8), draw(2, 5, 2, 8), draw(3, 5, 2, 16), scale=1.0)
     with pytest.raises(NotImplementedError, match=r"^latent_td: "):
         store_latent_triton(torch.zeros(2, 3, 8), torch.zeros(8, 2).T, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dtype": torch.float32, "q_bthd": torch.zeros(2, 1, 64, 576), "cache_pod": torch.zeros(3, 64, 576)},
+            "dtype: expected",
+        ),
+        ({"q_bthd": torch.zeros(2, 1, 4, 576, dtype=torch.bfloat16)}, "q_bthd: expected 64·n heads"),
+        ({"value_dim": 256}, "q_bthd: expected 64·n heads"),
+        ({"cache_pod": torch.zeros(3, 32, 576, dtype=torch.bfloat16)}, "cache_pod: expected pages of 64 rows"),
+        ({"cache_pod": torch.zeros(3, 576, 64, dtype=torch.bfloat16).mT}, "cache_pod: expected pages of 64 rows"),
+        ({}, "q_bthd: expected a tensor on SM90, got one on cpu"),
+    ],
+)
+def test_the_kernel_with_specialised_warps_declines(changes: dict[str, Any], message: str) -> None:
+    given = flash_arguments(q_bthd=draw(1, 2, 1, 64, 576)) | changes
+    with pytest.raises(NotImplementedError, match=message):
+        mla_decode_tilelang(**given)
 
 
 def flash_arguments(**changes: Any) -> dict[str, Any]:

@@ -23,7 +23,9 @@ from deeptwin.optimized.sparse_attn import (
     sparse_attn_flash_mla,
     sparse_attn_tilelang,
     sparse_attn_triton,
+    two_cache_attn_decode_tilelang,
     two_cache_attn_decode_triton,
+    two_cache_attn_tilelang,
     two_cache_attn_triton,
 )
 from deeptwin.parity import goldens
@@ -461,11 +463,11 @@ def test_two_caches_refuse_values() -> None:
     wide = torch.zeros(3, 8, 584, dtype=torch.uint8)  # records of V4
     bad = {"main_pow": wide, "main_idx_tk": torch.zeros(3, 4, dtype=torch.int32), "sink_h": torch.zeros(3)}
     for name, value in (bad | {"window_sd": torch.zeros(3, 31).bfloat16()}).items():
-        for function in (two_cache_attn, two_cache_attn_triton):
+        for function in (two_cache_attn, two_cache_attn_triton, two_cache_attn_tilelang):
             with pytest.raises(ValueError, match=f"^{name}: "):
                 function(**pair(False) | {name: value})
     for name, value in (bad | {"window_pow": wide}).items():
-        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton):
+        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton, two_cache_attn_decode_tilelang):
             with pytest.raises(ValueError, match=f"^{name}: "):
                 paged(**pair(True) | {name: value})
     with pytest.raises(ValueError, match=r"^main: "):
@@ -481,10 +483,10 @@ def test_two_caches_refuse_dtypes() -> None:
         "dtype": torch.float64,
     }
     for name, value in bad.items():
-        for function in (two_cache_attn, two_cache_attn_triton):
+        for function in (two_cache_attn, two_cache_attn_triton, two_cache_attn_tilelang):
             with pytest.raises(TypeError, match=f"^{name}: "):
                 function(**pair(False) | {name: value})
-        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton):
+        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton, two_cache_attn_decode_tilelang):
             with pytest.raises(TypeError, match=f"^{name}: "):
                 paged(**inputs | {name: value})
 
@@ -501,3 +503,29 @@ def test_two_cache_kernels_decline_and_refuse_buffers() -> None:
             function(**pair(decode), out=(torch.empty(2, 2, 31).bfloat16(), torch.empty(2, 2)))
         with pytest.raises(TypeError, match=r"^out: "):
             function(**pair(decode), out=(torch.empty(2, 2, 32), torch.empty(2, 2)))
+
+
+def wide_pair(decode: bool, **changes: Any) -> dict[str, Any]:
+    case = replace(PairCase(tokens=1, heads=64, channels=512, window=3, main=4), **changes)
+    rng = np.random.Generator(np.random.Philox(4))
+    return draw_pair_decode(case, rng) if decode else draw_pair(case, rng)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_the_kernel_of_two_caches_with_specialised_warps_declines(decode: bool) -> None:
+    function = two_cache_attn_decode_tilelang if decode else two_cache_attn_tilelang
+    given = wide_pair(decode)
+    odd = torch.zeros(3, 8 * 288 + 8, dtype=torch.uint8)[:, : 8 * 288].unflatten(1, (8, 288))
+    for message, inputs in {
+        "dtype: expected bfloat16": wide_pair(decode, dtype="fp32"),
+        "q_thd: expected 64·n heads of 512, got 2 of 512": wide_pair(decode, heads=2),
+        "q_thd: expected 64·n heads of 512, got 64 of 64": wide_pair(decode, channels=64),
+        "main_pow: expected pages of records in order": given | {"main_pow": odd},
+        "q_thd: expected a tensor on SM90, got one on cpu": given,
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"^{message}"):
+            function(**inputs)
+    name = "window_pow" if decode else "window_sd"
+    apart = torch.zeros(3, 528, 8, dtype=torch.uint8).mT if decode else torch.zeros(512, 5).bfloat16().T
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        function(**given | {name: apart})

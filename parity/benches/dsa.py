@@ -1,14 +1,16 @@
-"""Index scores of V3.2: a chunk against one sequence, causal, and decode over pages of 64 keys."""
+"""V3.2: index scores of a chunk and over pages of 64 keys, sparse decode over records of 656 bytes."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..bench import Bench
 from ..card import Inputs
 from ..device_draws import DeviceDraws
 
 DIM, PAGE = 128, 64
+HEADS, LATENT, VALUES, PAGES, RECORD = 128, 576, 512, 1024, 656  # of the latent attention
 
 
 def _chunk(tokens: int, keys: int, heads: int) -> Bench:
@@ -58,7 +60,36 @@ def _pages(batch: int, keys: int, heads: int) -> Bench:
     )
 
 
+def _records(draws: DeviceDraws) -> Tensor:
+    """Codes, scales that are powers of two, rotary channels."""
+    codes = draws.e4m3(PAGES, PAGE, VALUES).view(torch.uint8)
+    scales = torch.exp2(draws.integers(-8, -4, PAGES, PAGE, VALUES // 128).to(torch.float32)).view(torch.uint8)
+    tail = draws.normal(PAGES, PAGE, LATENT - VALUES).view(torch.uint8)
+    return torch.cat([codes, scales, tail], -1)
+
+
+def _decode(batch: int, topk: int) -> Bench:
+    def draw(draws: DeviceDraws) -> Inputs:
+        return {
+            "q_thd": draws.normal(batch, HEADS, LATENT),
+            "cache_pow": _records(draws),
+            "idx_tk": draws.integers(0, PAGES * PAGE, batch, topk),
+            "topk_length_t": None,
+            "scale": LATENT**-0.5,
+        }
+
+    return Bench(
+        component="dsa",
+        op="sparse_mla",
+        shape=f"b{batch}-h{HEADS}-k{topk}",
+        draw=draw,
+        flops=2.0 * batch * HEADS * topk * (LATENT + VALUES),
+        bytes=float(batch * (topk * (RECORD + 4) + 2 * HEADS * (LATENT + VALUES))),
+    )
+
+
 BENCHES = (
     *(_chunk(tokens, keys, heads) for heads in (64, 32) for tokens, keys in ((4096, 8192), (1024, 65536))),
     *(_pages(batch, keys, 64) for batch, keys in ((1, 32768), (64, 32768), (128, 8192))),
+    *(_decode(batch, 2048) for batch in (1, 128)),
 )

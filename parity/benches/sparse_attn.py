@@ -83,9 +83,42 @@ def _two_caches(batch: int, queries: int) -> Bench:
     )
 
 
+def _two_prefill(tokens: int) -> Bench:
+    heads, dim, window, main, rows, page, pages = 64, 512, 128, 512, 8192, 128, 256
+    caches = TwoCaches(
+        window=RecordFormat(name="kv_fp8", channels=dim, quant=Q8),
+        main=RecordFormat(name="kv_fp4", channels=dim, quant=Q4K),
+        layout=PageLayout.INTERLEAVED,
+        scale=dim**-0.5,
+    )
+
+    def draw(draws: DeviceDraws) -> Inputs:
+        return {
+            "q_thd": draws.normal(tokens, heads, dim),
+            "window_sd": draws.normal(rows, dim),
+            "window_idx_tk": draws.integers(0, rows, tokens, window),
+            "main_pow": _records(draws, caches.main, pages, page),
+            "main_idx_tk": draws.integers(0, pages * page, tokens, main),
+            "sink_h": draws.normal(heads, dtype=torch.float32),
+            "caches": caches,
+            "dtype": torch.bfloat16,
+        }
+
+    cached = 2 * rows * dim + pages * page * caches.main.record_bytes
+    return Bench(
+        component="sparse_attn",
+        op="two_cache_attn",
+        shape=f"t{tokens}-h{heads}-w{window}-m{main}",
+        draw=draw,
+        flops=2.0 * tokens * heads * (window + main) * 2 * dim,
+        bytes=float(cached + tokens * (4 * heads * dim + 4 * (window + main))),
+    )
+
+
 BENCHES = (
     *(_prefill(h, d, 1024, k) for h, d in ((128, 576), (128, 512), (64, 512)) for k in (512, 1024, 2048)),
     _prefill(128, 576, 4096, 2048),
     _prefill(64, 512, 4096, 512),
+    *(_two_prefill(tokens) for tokens in (1024, 4096)),
     *(_two_caches(batch, queries) for batch, queries in ((1, 1), (8, 1), (64, 1), (128, 1), (128, 6))),
 )

@@ -154,11 +154,13 @@ class MlaCase:
     regime: str = "normal"
     holes: str = "some"  # none, some, leading, all, bad
     lengths: str = "none"  # none, mixed, zero
+    gap: int = 32  # bytes between pages
 
     @property
     def id(self) -> str:
         shape = f"t{self.tokens}-h{self.heads}-s{self.keys}-k{self.topk}-page{self.page}"
-        return f"{shape}-{self.writer}-{self.regime}-holes_{self.holes}-len_{self.lengths}"
+        gap = "" if self.gap else "-dense"
+        return f"{shape}{gap}-{self.writer}-{self.regime}-holes_{self.holes}-len_{self.lengths}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +307,7 @@ def draw_mla(case: MlaCase, rng: np.random.Generator) -> Inputs:
     if case.regime == "small":  # below the floor of one writer, above that of the other; codes are subnormal
         rows[:, : fmt.channels] *= 2.0 ** -torch.arange(4).repeat_interleave(128).mul(3)
     pages = -(-case.keys // case.page) + 1
-    block = draws.poisoned(pages, case.page * RECORD + 32, dtype=torch.uint8)
+    block = draws.poisoned(pages, case.page * RECORD + case.gap, dtype=torch.uint8)
     cache = block[:, : case.page * RECORD].unflatten(1, (case.page, RECORD))
     slots = rng.permutation(pages * case.page)[: case.keys]
     records = pack_records(rows, fmt=fmt)
@@ -566,6 +568,9 @@ def cases_mla(full: bool) -> list[MlaCase]:
     if full:
         found += [replace(base, page=p, regime=r, topk=k) for p, r, k in product((2, 53, 64), REGIMES, (31, 33))]
         found += [MlaCase(tokens=1, heads=128, keys=4200, topk=2048, page=64, regime=r) for r in REGIMES]
+        dense = MlaCase(tokens=3, heads=64, keys=900, topk=384, page=64, gap=0)
+        found += [dense, replace(dense, tokens=1, holes="leading", regime="mean1")]
+        found += [replace(dense, writer=w, tokens=1, regime="peaked") for w in ("fmla", "demo")]
     return list({case.id: case for case in found}.values())
 
 
@@ -865,7 +870,7 @@ def few_scores(case: Any) -> bool:
 
 def long_lists(case: MlaCase) -> bool:
     """A list of several blocks, so that another split of it shows."""
-    return case.regime == "normal" and case.tokens == 3 and case.holes == "leading"
+    return case.regime == "normal" and case.tokens == 3 and (case.holes == "leading" or case.gap == 0)
 
 
 def cut_layers(case: LayerCase) -> bool:
@@ -910,6 +915,12 @@ def outside_deep_gemm_scores(case: ScoreCase) -> str | None:
     if case.heads not in (32, 64) or case.dim != 128 or case.page not in (0, 64) or not case.tokens or not case.keys:
         return f"32 or 64 heads of 128 channels, pages of 64 keys, got {case.id}"
     return None
+
+
+def outside_flash_mla(case: MlaCase) -> str | None:
+    """Why FlashMLA's legacy sparse decode does not take a case."""
+    fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none" and case.holes != "bad"
+    return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths, no holes but -1"
 
 
 def short_lists(case: MlaCase) -> str | None:
@@ -1291,6 +1302,15 @@ SPARSE_MLA = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.dsa:sparse_mla_triton", lowered_declines=short_lists),
+        Candidate(
+            name="flash-mla",
+            function="deeptwin.optimized.dsa:sparse_mla_flash_mla",
+            archs=("sm90",),
+            needs=("flash_mla",),
+            declines=outside_flash_mla,
+            unpromised=dict.fromkeys(("batch_invariant", "chunk_invariant"), "its schedule splits lists by the batch"),
+            required=False,
+        ),
     ),
     builds=(
         BuildCase(

@@ -19,7 +19,7 @@ from deeptwin.reference.weights import Latents, MlaWeights
 from .. import draws, texts
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
-from ..builds.spec import BuildCase
+from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..pairing import every_pair
 from ..peers.mla import TINY
@@ -341,6 +341,7 @@ def cases_decode(full: bool) -> list[DecodeCase]:
             DecodeCase(requests=3, tokens=2, heads=128, dim=576, value_dim=512, longest=2100, page=64, regime=r)
             for r in REGIMES
         ]
+        found += [DecodeCase(requests=2, tokens=2, heads=64, dim=576, value_dim=512, longest=200, page=64)]
     return list({case.id: case for case in found}.values())
 
 
@@ -492,7 +493,7 @@ def _gathered(inputs: Inputs) -> list[Tensor]:
 def table_width(inputs: Inputs, context: Context) -> Iterator[Variant]:
     """Table columns beyond the lengths, enough for another split of the keys, or cut away with the other requests."""
     table, page = inputs["block_table_bp"], inputs["cache_pod"].shape[1]
-    junk = torch.full((len(table), 1024 // page + 1), -1, dtype=torch.int32)
+    junk = torch.full((len(table), 2048 // page + 1), -1, dtype=torch.int32)
     yield Variant(label="wider table", calls=(inputs | {"block_table_bp": torch.cat([table, junk], 1)},))
     for row in range(min(2, len(table))):
         alone = take(inputs, context.op, [row])
@@ -688,6 +689,11 @@ def plain(case: PrefillCase | DecodeCase) -> bool:
     return case.regime == "normal" and case.dtype == "bf16" and case.dim <= 80
 
 
+def specialised(case: DecodeCase) -> bool:
+    """Relations of the kernels for SM90, on one case under `--full`."""
+    return (case.requests, case.heads, case.dim) == (2, 64, 576)
+
+
 def several_queries(case: PrefillCase | DecodeCase) -> bool:
     """Chunks and verify widths."""
     return plain(case) and case.tokens > 1
@@ -807,6 +813,12 @@ PREFILL = Op(
 )
 
 
+def outside_specialised(case: DecodeCase) -> str | None:
+    """Why the kernel with specialised warps does not take a case."""
+    fits = (case.dim, case.value_dim, case.page, case.dtype) == (576, 512, 64, "bf16") and case.heads % 64 == 0
+    return None if fits else "64·n heads over pages of 64 slots of 576 channels in bf16 only"
+
+
 def outside_flash_mla(case: DecodeCase) -> str | None:
     """Why FlashMLA's legacy dense decode does not take a case."""
     fits = (case.dim, case.value_dim, case.page, case.dtype) == (576, 512, 64, "bf16")
@@ -822,12 +834,27 @@ DECODE = Op(
     rows={"q_bthd": 0, "block_table_bp": 0, "lengths_b": 0},
     out_rows={"out_bthu": 0, "lse_bth": 0},
     relations=(
-        Relation(name="batch_invariant", axis="requests", only=few_keys),
-        Relation(name="run_to_run", axis="repeats", only=plain),
+        Relation(name="batch_invariant", axis="requests", only=lambda case: few_keys(case) or specialised(case)),
+        Relation(name="run_to_run", axis="repeats", only=lambda case: plain(case) or specialised(case)),
         Relation(name="page_permutation", axis="pages and their size", hook=move_pages, only=one_split),
-        Relation(name="masked_equals_absent", axis="table columns", hook=table_width, only=plain),
-        Relation(name="chunk_invariant", axis="verify width", hook=verify_as_steps, only=several_queries),
-        Relation(name="causality", axis="unused and later slots", hook=decode_future, only=one_split),
+        Relation(
+            name="masked_equals_absent",
+            axis="table columns",
+            hook=table_width,
+            only=lambda case: plain(case) or specialised(case),
+        ),
+        Relation(
+            name="chunk_invariant",
+            axis="verify width",
+            hook=verify_as_steps,
+            only=lambda case: several_queries(case) or specialised(case),
+        ),
+        Relation(
+            name="causality",
+            axis="unused and later slots",
+            hook=decode_future,
+            only=lambda case: one_split(case) or specialised(case),
+        ),
         Relation(
             name="decode_equals_prefill",
             axis="path",
@@ -839,6 +866,14 @@ DECODE = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mla:mla_decode_triton"),
+        Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.mla:mla_decode_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised,
+            required=False,
+        ),
         Candidate(
             name="flash-mla",
             function="deeptwin.optimized.mla:mla_decode_flash_mla",
@@ -861,6 +896,20 @@ DECODE = Op(
             kernel="deeptwin.kernels.triton_ops.split_softmax:_combine_splits",
             launch="deeptwin.parity.builds.launches.mla:decode_h128",
             expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="tilelang-specialised-h128",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.mla_sm90:decode_program",
+            launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128",
+            expect={"sm90": Expect(mma="wgmma")},
+        ),
+        BuildCase(
+            name="tilelang-specialised-combine",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.mla_sm90:combine_program",
+            launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_combine",
+            expect={"sm90": NO_PRODUCT["sm90"]},
         ),
         BuildCase(
             name="h128-one-split",

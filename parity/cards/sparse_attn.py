@@ -181,6 +181,7 @@ def cases(full: bool) -> list[SparseCase]:
         found += [
             SparseCase(tokens=1, heads=128, dim=576, value_dim=512, keys=4200, topk=2048, sink="none"),
             SparseCase(tokens=1, heads=128, dim=512, value_dim=512, keys=2400, topk=1152),
+            SparseCase(tokens=5, heads=64, dim=512, value_dim=512, keys=400, topk=140),
         ]
     return list({case.id: case for case in found}.values())
 
@@ -433,6 +434,7 @@ def cases_pair_decode(full: bool) -> list[PairCase]:
             )
             for r in REGIMES
         ]
+        found += wide_pairs()
     return list({case.id: case for case in found}.values())
 
 
@@ -452,7 +454,22 @@ def cases_pair(full: bool) -> list[PairCase]:
     ]
     if full:
         found += [_pair(base, regime=r, main=m, sink=s) for r, m, s in product(REGIMES, (1, 64), ("normal", "none"))]
+        found += wide_pairs()
     return list({case.id: case for case in found}.values())
+
+
+def wide_pairs() -> list[PairCase]:
+    """What the kernels for SM90 take: formats, arrangements, odd lists, holes, a NaN."""
+    wide = PairCase(tokens=3, heads=64, channels=512, window=70, main=200, ring=9, page=7)
+    return [
+        wide,
+        _pair(wide, main_format="fp8", layout="sectioned", holes="bad", sink="none"),
+        _pair(wide, layout="sectioned", regime="peaked", sink="extreme", tokens=1),
+        _pair(wide, tokens=1, main=0, holes="leading"),
+        _pair(wide, tokens=1, window=0, holes="all"),
+        _pair(wide, tokens=2, regime="nankey"),
+        _pair(wide, tokens=2, regime="tiny", main_format="fp8", layout="sectioned", sink="none"),
+    ]
 
 
 def _pair(case: PairCase, **changes: object) -> PairCase:
@@ -736,9 +753,16 @@ DECODE = Op(
 )
 
 
+def outside_specialised_pair(case: PairCase) -> str | None:
+    """Why the kernel with specialised warps does not take a case."""
+    fits = case.heads % 64 == 0 and case.channels == 512 and case.dtype == "bf16"
+    return None if fits else "64·n heads of 512 channels with bf16 output only"
+
+
 def plain_pair(case: PairCase) -> bool:
-    """Relations on small plain cases."""
-    return case.regime == "normal" and case.channels <= 64 and case.tokens > 0 and case.holes in ("some", "bad")
+    """Relations on small plain cases, and on those of the kernels for SM90 under `--full`."""
+    small = case.channels <= 64 or case.tokens == 3
+    return case.regime == "normal" and small and case.tokens > 0 and case.holes in ("some", "bad")
 
 
 def few_pair(case: PairCase) -> bool:
@@ -769,7 +793,17 @@ TWO_PREFILL = Op(
         Relation(name="batch_invariant", axis="query tokens", only=few_pair),
         Relation(name="chunk_invariant", axis="query chunks", hook=row_chunks, only=few_pair),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.sparse_attn:two_cache_attn_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.sparse_attn:two_cache_attn_triton"),
+        Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.sparse_attn:two_cache_attn_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised_pair,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="h64-d512",
@@ -813,13 +847,30 @@ TWO_DECODE = Op(
         Relation(name="masked_equals_absent", axis="list entries", hook=pair_holes, only=few_pair),
         Relation(name="causality", axis="unlisted records", hook=pair_unlisted, only=plain_pair),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_triton"),
+        Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised_pair,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="h64-d512",
             kernel="deeptwin.kernels.triton_ops.two_cache:_attend_two_caches",
             launch="deeptwin.parity.builds.launches.sparse_attn:two_decode_h64",
             expect=DECODED | MATRIX,
+        ),
+        BuildCase(
+            name="tilelang-specialised-h64",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.two_cache_sm90:two_cache_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:sm90_two_decode",
+            expect={"sm90": Expect(mma="wgmma", max_stack=16, reason="two addresses are put aside before the loop")},
         ),
         BuildCase(
             name="h64-d512-fp8-sectioned",

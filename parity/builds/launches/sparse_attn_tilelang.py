@@ -45,3 +45,10 @@ def ascend_two_decode_fp8() -> Any:
     from deeptwin.kernels.ascend_ops.two_cache import two_cache_decode_program
 
     return two_cache_decode_program(64, main="e4m3", sectioned=True)
+
+
+def sm90_two_decode() -> Any:
+    """V4.1 decode by specialised warps: FP8 rings, FP4 entries."""
+    from deeptwin.kernels.tilelang_ops.two_cache_sm90 import two_cache_program
+
+    return two_cache_program(64, "e4m3", "e2m1", sectioned=False, has_sink=True)
