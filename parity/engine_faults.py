@@ -59,7 +59,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         ),
         "third_token_lost": Fault(entry="U31", serving=V4, stage="layers.1.attn.out", position=23, prompts=(23,)),
         "verified_state_rounded": Fault(
-            entry="U32", serving=replace(V4, **DRAFTED), stage="layers.1.attn.out", position=23
+            entry="U32", serving=replace(V4, **DRAFTED), stage="layers.1.attn.out", position=24
         ),
         "tail_window_saved": Fault(entry="U33", serving=replace(V4, **DRAFTED), stage="layers.1.attn.out", position=23),
         "stale_ring": Fault(
