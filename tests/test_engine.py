@@ -74,7 +74,7 @@ def is_clean(engine: Engine) -> bool:
 MANY = [asked(*range(4 + i, 9 + 3 * i), seed=i, tokens=5 + i, temperature=0.5 * (i % 3)) for i in range(6)]
 
 
-# properties
+# properties of the reference
 
 
 def test_requests_get_what_they_get_alone() -> None:
