@@ -50,7 +50,7 @@ class Fault:
 
 
 V3, V4 = Serving(generation="v3", budget=100), Serving(generation="v4", budget=100)
-DRAFTED = {"gamma": 3, "quality": 50}
+DRAFTED = replace(V4, gamma=3, quality=50)
 FAULTS: Mapping[str, Fault] = MappingProxyType(
     {
         # layer 0 of V4 has a window alone, layer 1 is the first with groups; of V3, layer 1 is the first with experts
@@ -58,14 +58,12 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
             entry="U27", serving=replace(V4, budget=6), stage="layers.1.attn.out", position=7, tokens=1
         ),
         "third_token_lost": Fault(entry="U31", serving=V4, stage="layers.1.attn.out", position=23, prompts=(23,)),
-        "verified_state_rounded": Fault(
-            entry="U32", serving=replace(V4, **DRAFTED), stage="layers.1.attn.out", position=23
-        ),
-        "tail_window_saved": Fault(entry="U33", serving=replace(V4, **DRAFTED), stage="layers.1.attn.out", position=23),
+        "verified_state_rounded": Fault(entry="U32", serving=DRAFTED, stage="layers.1.attn.out", position=24),
+        "tail_window_saved": Fault(entry="U33", serving=DRAFTED, stage="layers.1.attn.out", position=23),
         "stale_ring": Fault(
             entry="U34", serving=replace(V4, warm=16), stage="layers.0.attn.out", position=16, tokens=1
         ),
-        "ring_aliased": Fault(entry="U36", serving=replace(V4, **DRAFTED), stage="layers.0.attn.out", position=21),
+        "ring_aliased": Fault(entry="U36", serving=DRAFTED, stage="layers.0.attn.out", position=21),
         "drafts_not_taken_back": Fault(
             entry="U62", serving=replace(V3, gamma=2, quality=0), stage="layers.0.attn.out", position=22
         ),
@@ -96,7 +94,7 @@ class StageRows:
 def recorded(parts: Parts, heard: StageRows) -> Parts:
     """The same parts with a device that says which rows it is about to compute."""
 
-    class Recorded(parts.device):  # type: ignore[name-defined, misc]
+    class Recorded(parts.device):  # type: ignore[name-defined]
         def _step(self, items: Sequence[Item], *given: Any, **named: Any) -> Csa2Step:
             step: Csa2Step = super()._step(items, *given, **named)
             heard.rows = [(items[b].id, p) for b, p in zip(step.seq_t.tolist(), step.positions_t.tolist(), strict=True)]
