@@ -16,7 +16,7 @@ from deeptwin.reference.weights import Latents
 
 from .kv_cache import WIDE, _wide_record
 from .linear import linear_triton
-from .providers import flash_mla_legacy
+from .providers import deep_gemm, flash_mla_legacy
 from .quant import quantize_triton
 from .rms_norm import rms_norm_triton
 from .rope import rope_triton
@@ -95,11 +95,7 @@ def dsa_index_scores_triton(
         ValueError: shapes disagree; `out` does not fit.
         NotImplementedError: d is no power of two from 16 up, or channels are not contiguous.
     """
-    dims = _check_scores(q_thd, w_th, length_t)
-    expect_shape("k_sd", k_sd, "sd", dims)
-    expect_dtype("k_sd", k_sd, E4M3)
-    expect_shape("k_sf_s", k_sf_s, "s", dims)
-    expect_dtype("k_sf_s", k_sf_s, torch.float32)
+    _check_dense(q_thd, k_sd, k_sf_s, w_th, length_t)
     from deeptwin.kernels.triton_ops import dsa_index
 
     codes = q_thd.view(torch.uint8), k_sd.view(torch.uint8)
@@ -125,15 +121,128 @@ def dsa_index_scores_paged_triton(
         NotImplementedError: d is no power of two from 16 up, channels are not contiguous, or pages do not begin at
             multiples of four bytes.
     """
-    dims = _check_scores(q_thd, w_th, length_t)
-    expect_shape("cache_pow", cache_pow, "pow", {"w": dims["d"] + 4})
-    expect_dtype("cache_pow", cache_pow, torch.uint8)
-    expect_shape("table_tj", table_tj, "tj", dims)
-    expect_dtype("table_tj", table_tj, torch.int32)
+    _check_paged(q_thd, cache_pow, w_th, table_tj, length_t)
     from deeptwin.kernels.triton_ops import dsa_index
 
     codes = q_thd.view(torch.uint8)
     return dsa_index.index_scores_paged(codes, cache_pow, w_th, table_tj, length_t, launch=launch, out=out)
+
+
+def dsa_index_scores_tilelang(q_thd: Tensor, k_sd: Tensor, k_sf_s: Tensor, w_th: Tensor, length_t: Tensor) -> Tensor:
+    """`dsa_index_scores_triton` on SM90 with specialised warps: the same arithmetic, codes as fp16.
+
+    Raises:
+        TypeError: as `dsa_index_scores_triton`.
+        ValueError: as `dsa_index_scores_triton`.
+        NotImplementedError: another device, heads that are no power of two from 16 to 128, not 128 channels, or rows
+            that do not begin at multiples of 16 bytes.
+    """
+    _check_dense(q_thd, k_sd, k_sf_s, w_th, length_t)
+    _require_sm90(q_thd)
+    from deeptwin.kernels.tilelang_ops import index_scores_sm90 as kernels
+
+    return kernels.index_scores(q_thd, k_sd, k_sf_s, w_th, length_t, exact=True)
+
+
+def dsa_index_scores_tilelang_fp8(
+    q_thd: Tensor, k_sd: Tensor, k_sf_s: Tensor, w_th: Tensor, length_t: Tensor
+) -> Tensor:
+    """`dsa_index_scores_tilelang` by the FP8 unit, which cuts products 13 bits below the largest of their step.
+
+    Raises:
+        TypeError: as `dsa_index_scores_triton`.
+        ValueError: as `dsa_index_scores_triton`.
+        NotImplementedError: as `dsa_index_scores_tilelang`.
+    """
+    _check_dense(q_thd, k_sd, k_sf_s, w_th, length_t)
+    _require_sm90(q_thd)
+    from deeptwin.kernels.tilelang_ops import index_scores_sm90 as kernels
+
+    return kernels.index_scores(q_thd, k_sd, k_sf_s, w_th, length_t, exact=False)
+
+
+def dsa_index_scores_paged_tilelang(
+    q_thd: Tensor, cache_pow: Tensor, w_th: Tensor, table_tj: Tensor, length_t: Tensor
+) -> Tensor:
+    """`dsa_index_scores_paged_triton` on SM90 with specialised warps, over pages of 64 keys.
+
+    Raises:
+        TypeError: as `dsa_index_scores_paged_triton`.
+        ValueError: as `dsa_index_scores_paged_triton`.
+        NotImplementedError: as `dsa_index_scores_tilelang`; pages hold not 64 keys, or do not begin at multiples of
+            16 bytes.
+    """
+    _check_paged(q_thd, cache_pow, w_th, table_tj, length_t)
+    _require_sm90(q_thd)
+    from deeptwin.kernels.tilelang_ops import index_scores_sm90 as kernels
+
+    return kernels.index_scores_paged(q_thd, cache_pow, w_th, table_tj, length_t, exact=True)
+
+
+def dsa_index_scores_paged_tilelang_fp8(
+    q_thd: Tensor, cache_pow: Tensor, w_th: Tensor, table_tj: Tensor, length_t: Tensor
+) -> Tensor:
+    """`dsa_index_scores_paged_tilelang` by the FP8 unit, with the bits of `dsa_index_scores_tilelang_fp8`.
+
+    Raises:
+        TypeError: as `dsa_index_scores_paged_triton`.
+        ValueError: as `dsa_index_scores_paged_triton`.
+        NotImplementedError: as `dsa_index_scores_paged_tilelang`.
+    """
+    _check_paged(q_thd, cache_pow, w_th, table_tj, length_t)
+    _require_sm90(q_thd)
+    from deeptwin.kernels.tilelang_ops import index_scores_sm90 as kernels
+
+    return kernels.index_scores_paged(q_thd, cache_pow, w_th, table_tj, length_t, exact=False)
+
+
+def dsa_index_scores_deep_gemm(q_thd: Tensor, k_sd: Tensor, k_sf_s: Tensor, w_th: Tensor, length_t: Tensor) -> Tensor:
+    """`dsa_index_scores` by DeepGEMM 2.5.0 on SM90, columns behind the last visible key cleaned.
+
+    Raises:
+        TypeError: as `dsa_index_scores_triton`.
+        ValueError: as `dsa_index_scores_triton`.
+        NotImplementedError: no DeepGEMM, not 32 or 64 heads of 128 channels, or no query or key.
+    """
+    return _deep_gemm_scores(q_thd, k_sd, k_sf_s, w_th, length_t, cleaned=True)
+
+
+def dsa_index_scores_deep_gemm_uncleaned(
+    q_thd: Tensor, k_sd: Tensor, k_sf_s: Tensor, w_th: Tensor, length_t: Tensor
+) -> Tensor:
+    """`dsa_index_scores_deep_gemm` without the second launch that cleans; a consumer has to stop at the length.
+
+    Raises:
+        TypeError: as `dsa_index_scores_triton`.
+        ValueError: as `dsa_index_scores_triton`.
+        NotImplementedError: as `dsa_index_scores_deep_gemm`.
+    """
+    return _deep_gemm_scores(q_thd, k_sd, k_sf_s, w_th, length_t, cleaned=False)
+
+
+def dsa_index_scores_paged_deep_gemm(
+    q_thd: Tensor, cache_pow: Tensor, w_th: Tensor, table_tj: Tensor, length_t: Tensor
+) -> Tensor:
+    """`dsa_index_scores_paged` by DeepGEMM 2.5.0 on SM90; it takes every page for present, so absent ones become 0.
+
+    Raises:
+        TypeError: as `dsa_index_scores_paged_triton`.
+        ValueError: as `dsa_index_scores_paged_triton`.
+        NotImplementedError: as `dsa_index_scores_deep_gemm`; pages hold not 64 keys.
+    """
+    _check_paged(q_thd, cache_pow, w_th, table_tj, length_t)
+    _expect_deep_gemm(q_thd, table_tj.shape[1])
+    pages, page, width = cache_pow.shape
+    if page != 64 or not pages:
+        raise NotImplementedError(f"cache_pow: expected pages of 64 keys, got {tuple(cache_pow.shape)}")
+    library = deep_gemm()
+    table_tj, columns = table_tj.clamp(0, pages - 1), table_tj.shape[1] * page
+    length_t = length_t.clamp(max=columns)
+    plan = library.get_paged_mqa_logits_metadata(length_t[:, None], page, library.get_num_sms())
+    cache = cache_pow.contiguous().view(pages, page, 1, width)
+    q = q_thd.contiguous()[:, None]
+    logits: Tensor = library.fp8_paged_mqa_logits(q, cache, w_th, length_t, table_tj, plan, columns, True)
+    return logits[:, :columns]
 
 
 def dsa_attention_triton(
@@ -384,3 +493,42 @@ def _check_scores(q_thd: Tensor, w_th: Tensor, length_t: Tensor) -> dict[str, in
     expect_shape("length_t", length_t, "t", dims)
     expect_dtype("length_t", length_t, torch.int32)
     return dims
+
+
+def _check_dense(q_thd: Tensor, k_sd: Tensor, k_sf_s: Tensor, w_th: Tensor, length_t: Tensor) -> None:
+    dims = _check_scores(q_thd, w_th, length_t)
+    expect_shape("k_sd", k_sd, "sd", dims)
+    expect_dtype("k_sd", k_sd, E4M3)
+    expect_shape("k_sf_s", k_sf_s, "s", dims)
+    expect_dtype("k_sf_s", k_sf_s, torch.float32)
+
+
+def _check_paged(q_thd: Tensor, cache_pow: Tensor, w_th: Tensor, table_tj: Tensor, length_t: Tensor) -> None:
+    dims = _check_scores(q_thd, w_th, length_t)
+    expect_shape("cache_pow", cache_pow, "pow", {"w": dims["d"] + 4})
+    expect_dtype("cache_pow", cache_pow, torch.uint8)
+    expect_shape("table_tj", table_tj, "tj", dims)
+    expect_dtype("table_tj", table_tj, torch.int32)
+
+
+def _require_sm90(q_thd: Tensor) -> None:
+    if not q_thd.is_cuda or torch.cuda.get_device_capability(q_thd.device)[0] != 9:
+        raise NotImplementedError(f"q_thd: expected a tensor on SM90, got one on {q_thd.device}")
+
+
+def _expect_deep_gemm(q_thd: Tensor, columns: int) -> None:
+    t, h, d = q_thd.shape
+    if h not in (32, 64) or d != 128 or not t or not columns:
+        raise NotImplementedError(f"q_thd: expected rows of 32 or 64 heads of 128, and keys, got {t}, {h}, {d}")
+
+
+def _deep_gemm_scores(
+    q_thd: Tensor, k_sd: Tensor, k_sf_s: Tensor, w_th: Tensor, length_t: Tensor, *, cleaned: bool
+) -> Tensor:
+    _check_dense(q_thd, k_sd, k_sf_s, w_th, length_t)
+    _expect_deep_gemm(q_thd, k_sd.shape[0])
+    library = deep_gemm()
+    keys = k_sd.contiguous(), k_sf_s.contiguous()
+    start_t, end_t = torch.zeros_like(length_t), length_t.clamp(max=k_sd.shape[0])
+    logits: Tensor = library.fp8_mqa_logits(q_thd.contiguous(), keys, w_th, start_t, end_t, cleaned)
+    return logits

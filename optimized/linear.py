@@ -115,6 +115,44 @@ def linear_codes_triton_native(
     )
 
 
+def linear_codes_tilelang(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    add_tf: Tensor | None = None,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """`linear_codes` by the FP8 unit of SM90 with specialised warps; sums leave the unit after every block that shares
+    a scale. UE8M0 scales of a row and a feature multiply to a normal fp32 number.
+
+    Raises:
+        TypeError: as `linear_codes_triton`.
+        ValueError: as `linear_codes_triton`.
+        NotImplementedError: another device, e4m3 blocks other than 1 x 128 with 128 x 128 or 1 x 32 with 32 x 32,
+            `add_tf`, another dtype than bf16, a width that is no multiple of 128, features that are none of 8, or rows
+            that do not begin at multiples of 16 bytes.
+    """
+    _check_rows(x_q, x_sf, x_fmt)
+    _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
+    _check_dtype(dtype)
+    blocks = (x_fmt.rows, x_fmt.group, w_fmt.rows, w_fmt.group)
+    same = (w_fmt.code, w_fmt.scale) == (CodeKind.E4M3, x_fmt.scale)
+    known = blocks == (1, 128, 128, 128) or (blocks == (1, 32, 32, 32) and x_fmt.scale is ScaleKind.UE8M0)
+    if not same or not known:
+        raise NotImplementedError(f"x_fmt, w_fmt: expected e4m3 blocks of 128 or of 32, got {x_fmt.name}, {w_fmt.name}")
+    if add_tf is not None or dtype is not torch.bfloat16:
+        raise NotImplementedError(f"add_tf, dtype: expected None and bfloat16, got {dtype}")
+    if not x_q.is_cuda or torch.cuda.get_device_capability(x_q.device)[0] != 9:
+        raise NotImplementedError(f"x_q: expected a tensor on SM90, got one on {x_q.device}")
+    from deeptwin.kernels.tilelang_ops import linear_sm90
+
+    return linear_sm90.linear_codes(x_q, x_sf, w_q, w_sf)
+
+
 def linear_codes_deep_gemm(
     x_q: Tensor,
     x_sf: Tensor,
@@ -132,7 +170,7 @@ def linear_codes_deep_gemm(
         TypeError: as `linear_codes_triton`.
         ValueError: as `linear_codes_triton`.
         NotImplementedError: no DeepGEMM, other formats than fp8_1x128 and fp8_128x128, `add_tf`, another dtype than
-            bf16, or no row.
+            bf16, features that are none of 8, or no row.
     """
     _check_rows(x_q, x_sf, x_fmt)
     _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
@@ -141,8 +179,12 @@ def linear_codes_deep_gemm(
         raise NotImplementedError(f"x_fmt, w_fmt: expected fp8_1x128, fp8_128x128, got {x_fmt.name}, {w_fmt.name}")
     if add_tf is not None or dtype is not torch.bfloat16 or not x_q.shape[0]:
         raise NotImplementedError(f"add_tf, dtype, x_q: expected None, bfloat16 and rows, got {dtype}, {x_q.shape}")
+    if w_q.shape[0] % 8:
+        raise NotImplementedError(f"w_q: expected 8·n features, got {w_q.shape[0]}")
     library = deep_gemm()
     y_tf = torch.empty(x_q.shape[0], w_q.shape[0], dtype=dtype, device=x_q.device)
+    if w_sf.stride() != (w_sf.shape[1], 1):  # of one row torch calls any stride contiguous, the library does not
+        w_sf = w_sf.clone(memory_format=torch.contiguous_format)
     library.fp8_gemm_nt((x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)), (w_q, w_sf), y_tf)
     return y_tf
 

@@ -79,7 +79,7 @@ class Candidate:
     NotImplementedError for what it does not do. `interpreter_declines` adds cases that take an interpreter too long,
     `lowered_declines` cases that say nothing about the Ascend lowering, which runs on the CPU in plain loops.
     `unpromised` names outputs and relations that a vendor does not promise, with the reason: where they do not hold
-    the verdict is a known failure.
+    the verdict is a known failure. `rules` replaces the rule of an output where the row declares another arithmetic.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Candidate:
     interpreter_declines: Callable[[Any], str | None] = lambda case: None
     lowered_declines: Callable[[Any], str | None] = lambda case: None
     unpromised: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
     required: bool = True
 
     def refusal(self, case: Any, device: str) -> str | None:

@@ -40,6 +40,7 @@ class Kind:
     output: str
     cases: Callable[[], Sequence[Any]]
     kill_seeds: int = 20  # fewer where the mutants are whole stacks
+    control: str = ""  # measured alone, by the rules of its own
 
     @property
     def operation(self) -> Op:
@@ -177,6 +178,13 @@ KINDS = {
         output="scores_ts",
         cases=_default_cases("indexer", "index_scores_fp32"),
     ),
+    "fp8-index-scores": Kind(
+        component="dsa",
+        op="dsa_index_scores",
+        output="scores_ts",
+        cases=_default_cases("dsa", "dsa_index_scores", dim=128),
+        control="scores_of_fp8_unit",
+    ),
     "release-index-scores": Kind(
         component="indexer",
         op="index_scores_release",
@@ -268,7 +276,7 @@ KINDS = {
 def measure(kind: Kind, seeds: int) -> dict[str, Any]:
     """Judge every control on every case and seed, and every mutant on a few seeds by regime."""
     op = kind.operation
-    controls = sorted(row.name for row in op.controls)
+    controls = sorted(row.name for row in op.controls if kind.control in ("", row.name))
     worst: dict[str, float] = defaultdict(float)
     rate: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     alarms: list[str] = []
@@ -276,6 +284,8 @@ def measure(kind: Kind, seeds: int) -> dict[str, Any]:
     for case in kind.cases():
         for seed in range(seeds):
             for name, verdict in _verdicts(kind, case, 5000 + seed, "controls"):
+                if name not in controls:
+                    continue
                 judgements += 1
                 for key, value in verdict.metrics.items():
                     worst[key] = max(worst[key], value)
@@ -286,7 +296,7 @@ def measure(kind: Kind, seeds: int) -> dict[str, Any]:
                     alarms.append(f"{name} {case.id} seed {5000 + seed}: {verdict.message}")
     return {
         "output": f"{kind.component}.{kind.op}.{kind.output}",
-        "rule": repr({str(k): v for k, v in _rules(op, kind.output).items()}),
+        "rule": repr({str(k): v for k, v in (_rules(op, kind.output) | _own_rules(op, kind.control)).items()}),
         "seeds": seeds,
         "cases": len(kind.cases()),
         "controls": controls,
@@ -305,12 +315,12 @@ def _rules(op: Op, output: str) -> dict[Any, Rule]:
 
 
 def _verdicts(kind: Kind, case: Any, seed: int, rows: str) -> Iterator[tuple[str, Verdict]]:
-    for name, verdicts in _judged(kind.component, kind.op, case, seed, rows).items():
+    for name, verdicts in _judged(kind.component, kind.op, case, seed, rows, kind.control).items():
         yield name, next(v for v in verdicts if v.output == kind.output)
 
 
 @cache  # kinds that are outputs of one operation share its runs
-def _judged(component: str, op_name: str, case: Any, seed: int, rows: str) -> dict[str, list[Verdict]]:
+def _judged(component: str, op_name: str, case: Any, seed: int, rows: str, control: str) -> dict[str, list[Verdict]]:
     op = load_card(component).op(op_name)
     inputs = op.draw(case, case_rng(component, op.name, case.id, seed))
     oracles = OracleSet(op, inputs)
@@ -323,8 +333,15 @@ def _judged(component: str, op_name: str, case: Any, seed: int, rows: str) -> di
         accepted = accepted_parameters(function, op)
         result = function(**{k: _copy(v) for k, v in inputs.items() if k in accepted})
         outputs = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
-        found[row.name] = judge(outputs, oracles)
+        found[row.name] = judge(
+            outputs, oracles, dict(row.rules) if isinstance(row, Candidate) else _own_rules(op, control)
+        )
     return found
+
+
+def _own_rules(op: Op, control: str) -> dict[str, Rule]:
+    """The rules that a control brings along, by output."""
+    return next((dict(row.rules) for row in op.controls if row.name == control), {})
 
 
 def _copy(value: Any) -> Any:

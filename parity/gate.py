@@ -196,7 +196,7 @@ class Runner:
         if reply.status != "ok":
             yield self._failed(job, row, "outputs", reply)
             return
-        for verdict in judge(reply.outputs, oracles):
+        for verdict in judge(reply.outputs, oracles, dict(row.rules)):
             seconds = time.monotonic() - started
             yield _excused(self._judged(job, row.name, verdict, verdict.output, seconds), row)
         if self.settings.relations:
@@ -222,7 +222,7 @@ class Runner:
             if finding.status == "differs":
                 status, message, diagnosis = Status.MISMATCH, finding.detail, f"not {relation.name} ({relation.axis})"
             for label, outputs in finding.others.items():
-                bad = [v for v in judge(outputs, oracles) if v.status is not Status.PASSED]
+                bad = [v for v in judge(outputs, oracles, dict(row.rules)) if v.status is not Status.PASSED]
                 if bad:
                     status, message = Status.MISMATCH, f"{label}: {bad[0].output}: {bad[0].message}"
                     diagnosis = bad[0].diagnosis

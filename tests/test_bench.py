@@ -20,6 +20,7 @@ from deeptwin.parity.oracles import OracleSet
 
 BENCHES = bench.benches()
 CEILINGS = bench.Ceilings(copy_gbs=4000.0, matmul_tflops=700.0)
+GATHERED = {"table_rd", "table_sf_rg", "cache_pow", "cache_pow_"}  # of these, rows are read or written
 ROW = bench.Timing(bench="b", candidate="mine", status="passed", ms=0.2, graph_ms=0.1)
 
 
@@ -33,7 +34,7 @@ def test_a_bench_draws_what_its_operation_takes(one: bench.Bench) -> None:
     parameters = dict(inspect.signature(resolve(op.reference)).parameters)
     needed = [name for name, p in parameters.items() if name != "num" and p.default is p.empty]
     assert set(needed) <= set(inputs) <= set(parameters)
-    read = sum(x.nbytes for x in inputs.values() if isinstance(x, Tensor))
+    read = sum(x.nbytes for name, x in inputs.items() if isinstance(x, Tensor) and name not in GATHERED)
     assert one.flops or one.bytes >= read
 
 

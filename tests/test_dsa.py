@@ -17,15 +17,26 @@ from deeptwin.optimized.dsa import (
     dsa_attention_triton,
     dsa_index_keys_triton,
     dsa_index_queries_triton,
+    dsa_index_scores_deep_gemm,
+    dsa_index_scores_deep_gemm_uncleaned,
+    dsa_index_scores_paged_deep_gemm,
+    dsa_index_scores_paged_tilelang,
+    dsa_index_scores_paged_tilelang_fp8,
     dsa_index_scores_paged_triton,
+    dsa_index_scores_tilelang,
+    dsa_index_scores_tilelang_fp8,
     dsa_index_scores_triton,
     sparse_mla_flash_mla,
     sparse_mla_triton,
 )
 from deeptwin.parity import goldens
-from deeptwin.parity.card import load_card
-from deeptwin.parity.cards.dsa import CONFIGS, RECORDS, index_config, layer_weights, stored_state, table_of
+from deeptwin.parity.card import case_rng, load_card
+from deeptwin.parity.cards.dsa import CONFIGS, RECORDS, ScoreCase, index_config, layer_weights, stored_state, table_of
+from deeptwin.parity.judge import judge
+from deeptwin.parity.mutants.dsa import last_head_lost, scores_of_fp8_unit
 from deeptwin.parity.mutants.dsa_layer import Faults, layer_with
+from deeptwin.parity.oracles import OracleSet
+from deeptwin.parity.outcome import Status
 from deeptwin.parity.peers.dsa import TINY, build, run
 from deeptwin.reference.config import (
     FP8_1X128,
@@ -486,6 +497,78 @@ def test_scores_are_refused() -> None:
     raises(ValueError, "table_tj", {"table_tj": int32([[0]])}, PAGED, *pages)
     raises(TypeError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 132)}, PAGED, *pages)
     raises(TypeError, "table_tj", {"table_tj": torch.zeros(2, 1, dtype=torch.int64)}, PAGED, *pages)
+
+
+def test_scores_of_one_chip_are_refused_elsewhere() -> None:
+    rows = (
+        dsa_index_scores_tilelang,
+        dsa_index_scores_tilelang_fp8,
+        dsa_index_scores_deep_gemm,
+        dsa_index_scores_deep_gemm_uncleaned,
+    )
+    pages = (
+        dsa_index_scores_paged_tilelang,
+        dsa_index_scores_paged_tilelang_fp8,
+        dsa_index_scores_paged_deep_gemm,
+    )
+    raises(ValueError, "k_sf_s", {"k_sf_s": torch.ones(2)}, SCORES, *rows)
+    raises(TypeError, "k_sd", {"k_sd": torch.zeros(3, 128)}, SCORES, *rows)
+    raises(NotImplementedError, "q_thd", {}, SCORES, *rows)
+    raises(ValueError, "table_tj", {"table_tj": int32([[0]])}, PAGED, *pages)
+    raises(TypeError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 132)}, PAGED, *pages)
+    raises(NotImplementedError, "q_thd", {}, PAGED, *pages)
+
+
+def test_the_adapters_of_deep_gemm_pass_contiguous_tensors_and_clamp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library, which takes every page for present and every length for one within the keys."""
+
+    def mqa(q: Tensor, kv: tuple[Tensor, Tensor], w: Tensor, start: Tensor, end: Tensor, cleaned: bool) -> Tensor:
+        assert q.is_contiguous()
+        assert all(x.is_contiguous() for x in kv)
+        assert int(end.max()) <= len(kv[0])
+        scores = dsa_index_scores(q, *kv, w, end if cleaned else torch.full_like(end, len(kv[0])))
+        return scores.float()
+
+    def paged(q: Tensor, cache: Tensor, w: Tensor, end: Tensor, table: Tensor, *rest: object) -> Tensor:
+        assert int(table.min()) >= 0
+        assert int(table.max()) < len(cache)
+        return dsa_index_scores_paged(q[:, 0], cache[:, :, 0], w, table, end).float()
+
+    library = SimpleNamespace(
+        fp8_gemm_nt=None,
+        fp8_mqa_logits=mqa,
+        fp8_paged_mqa_logits=paged,
+        get_paged_mqa_logits_metadata=lambda *_: None,
+        get_num_sms=lambda: 132,
+    )
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    op = CARD.op("dsa_index_scores")
+    inputs = op.draw(ScoreCase(tokens=4, keys=40, heads=64), case_rng("dsa", op.name, "adapter", 0))
+    inputs["length_t"] = inputs["length_t"] + 1  # one of them lies beyond the keys
+    inputs["k_sf_s"] = inputs["k_sf_s"].nan_to_num(1.0)
+    right = dsa_index_scores(**inputs).float()
+    assert torch.equal(dsa_index_scores_deep_gemm(**inputs), right)
+    raw = dsa_index_scores_deep_gemm_uncleaned(**inputs)
+    assert torch.equal(raw[right.isfinite()], right[right.isfinite()])
+    assert bool(raw[right == -math.inf].isfinite().any())
+    op = CARD.op("dsa_index_scores_paged")
+    inputs = op.draw(ScoreCase(tokens=1, keys=70, heads=64, page=64), case_rng("dsa", op.name, "adapter", 0))
+    assert torch.equal(dsa_index_scores_paged_deep_gemm(**inputs), dsa_index_scores_paged(**inputs).float())
+    few = op.draw(ScoreCase(tokens=1, keys=70, heads=64, page=16), case_rng("dsa", op.name, "adapter", 0))
+    raises(NotImplementedError, "cache_pow", {}, few, dsa_index_scores_paged_deep_gemm)
+
+
+def test_the_fp8_unit_has_a_rule_of_its_own() -> None:
+    """What it makes of a score passes that rule and no other; a lost head fails both."""
+    op = CARD.op("dsa_index_scores")
+    unit = next(row for row in op.controls if row.rules)
+    inputs = op.draw(ScoreCase(tokens=4, keys=40, heads=64), case_rng("dsa", op.name, "unit", 0))
+    oracles = OracleSet(op, inputs)
+    cut = {"scores_ts": scores_of_fp8_unit(**inputs)}
+    assert judge(cut, oracles, dict(unit.rules))[0].status is Status.PASSED
+    assert judge(cut, oracles)[0].status is Status.MISMATCH
+    lost = {"scores_ts": last_head_lost(**inputs)}
+    assert judge(lost, oracles, dict(unit.rules))[0].status is Status.MISMATCH
 
 
 def test_attention_over_records_is_refused() -> None:

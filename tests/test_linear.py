@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deeptwin.optimized.linear import (
     linear_codes_deep_gemm,
+    linear_codes_tilelang,
     linear_codes_triton,
     linear_codes_triton_native,
     linear_grouped_triton,
@@ -404,6 +405,21 @@ def test_the_adapter_of_deep_gemm_passes_pairs_and_declines_the_rest(monkeypatch
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace())  # the placeholder of February 2025
     with pytest.raises(NotImplementedError, match="deep_gemm: expected fp8_gemm_nt, got an unknown distribution"):
         linear_codes_deep_gemm(*x, *w, **formats)
+
+
+def test_the_kernel_with_specialised_warps_takes_one_chip_and_two_pairs_of_formats() -> None:
+    x, w = quantized(FP8_1X128, 2, 256), quantized(FP8_128X128, 40, 256)
+    formats: dict[str, Any] = {"x_fmt": FP8_1X128, "w_fmt": FP8_128X128}
+    with pytest.raises(NotImplementedError, match="x_q: expected a tensor on SM90, got one on cpu"):
+        linear_codes_tilelang(*x, *w, **formats)
+    with pytest.raises(NotImplementedError, match="add_tf, dtype: expected None and bfloat16"):
+        linear_codes_tilelang(*x, *w, dtype=torch.float32, **formats)
+    with pytest.raises(NotImplementedError, match="x_fmt, w_fmt: expected e4m3 blocks of 128 or of 32, got q8, mxfp4"):
+        linear_codes_tilelang(*quantized(Q8, 2, 128), *quantized(MXFP4, 8, 128), x_fmt=Q8, w_fmt=MXFP4)
+    with pytest.raises(ValueError, match="sf: expected"):
+        linear_codes_tilelang(x[0], x[1][:, :1], *w, **formats)
+    with pytest.raises(TypeError, match="sf: expected"):
+        linear_codes_tilelang(x[0], x[1].to(torch.float64), *w, **formats)
 
 
 @pytest.mark.parametrize("op", [linear_quant, linear_quant_triton])

@@ -301,3 +301,14 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
             restore_indices_triton(TABLE, TABLE, block_size=2, out=out)
         with pytest.raises(error, match=r"^out: "):
             physical_slots_triton(TABLE, TABLE, page_entries=2, out=out)
+
+
+def test_rows_beyond_the_registers_of_a_program_are_walked() -> None:
+    """Both ways are judged: the card has rows on either side."""
+    pytest.importorskip("triton")
+    from deeptwin.kernels.triton_ops.topk import select_launch
+
+    columns = {case.columns for case in CARD.op("topk").cases(False)}
+    ways = {select_launch(count, "sm90").at_once for count in columns if count}
+    assert ways == {True, False}
+    assert not select_launch(64, "ascend950").at_once

@@ -127,7 +127,7 @@ def _store_groups(
     scale = _scale_value(byte, E4M3_SCALE)[:, None]
     if PACKED:
         # two channels share a byte, the even one in the low nibble
-        codes = e2m1_codes(x, scale)
+        codes = e2m1_codes(x, scale, "e4m3" if E4M3_SCALE else "ue8m0")
         even, odd = tl.split(tl.reshape(codes, [ROWS, GROUP // 2, 2]))
         at = codes_at[:, None] + tl.arange(0, GROUP // 2)[None, :]
         tl.store(at, (even | (odd << 4)).to(tl.uint8), mask=is_stored[:, None])

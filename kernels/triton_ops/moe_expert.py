@@ -145,7 +145,7 @@ def _expert_up(
         if GROUPS == 1:
             sf_ptrs = sf_ptr + row * (half // GROUP) + tl.program_id(1)
             scale = store_scale(tl.max(tl.abs(value), axis=1), floor, sf_ptrs, in_rows, 448.0, SCALE)
-            tl.store(codes_ptrs, e4m3_codes(value, scale[:, None]), mask=mask)
+            tl.store(codes_ptrs, e4m3_codes(value, scale[:, None], SCALE), mask=mask)
         else:
             value = tl.reshape(value, [BLOCK_ROWS * GROUPS, GROUP])
             group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -154,7 +154,7 @@ def _expert_up(
             sf_ptrs = sf_ptr + tl.reshape(sf_at, [BLOCK_ROWS * GROUPS])
             sf_mask = tl.reshape(sf_mask, [BLOCK_ROWS * GROUPS])
             scale = store_scale(tl.max(tl.abs(value), axis=1), floor, sf_ptrs, sf_mask, 448.0, SCALE)
-            codes = tl.reshape(e4m3_codes(value, scale[:, None]), [BLOCK_ROWS, BLOCK_FEATURES])
+            codes = tl.reshape(e4m3_codes(value, scale[:, None], SCALE), [BLOCK_ROWS, BLOCK_FEATURES])
             tl.store(codes_ptrs, codes, mask=mask)
 
 

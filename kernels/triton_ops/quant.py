@@ -53,21 +53,31 @@ def store_scale(amax, floor, sf_ptrs, mask, MAX: tl.constexpr, SCALE: tl.constex
 
 
 @triton.jit
-def e4m3_codes(x, scale):
-    """x / scale as e4m3; clamped first, because a cast beyond ±448 is NaN on some devices."""
-    return tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0).to(tl.float8e4nv)
+def quotient(x, scale, SCALE: tl.constexpr):
+    """x / scale, correctly rounded; a power of two, 2^-126 to 2^126 as floors make it, has an exact inverse."""
+    if SCALE == "ue8m0" or SCALE == "pow2_f32":
+        value = x * (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    else:
+        value = tl.div_rn(x, scale)
+    return value
 
 
 @triton.jit
-def e2m1_codes(x, scale):
+def e4m3_codes(x, scale, SCALE: tl.constexpr):
+    """x / scale as e4m3; clamped first, because a cast beyond ±448 is NaN on some devices."""
+    return tl.minimum(tl.maximum(quotient(x, scale, SCALE), -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def e2m1_codes(x, scale, SCALE: tl.constexpr):
     """x / scale as an e2m1 code 0 … 15: midpoints go to the code with an even mantissa bit, zero keeps its sign."""
-    value = tl.div_rn(x, scale)
-    size = tl.abs(value)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    sign = (value.to(tl.int32, bitcast=True) >> 31) & 1
-    return code | (sign << 3)
+    value = quotient(x, scale, SCALE)
+    size = tl.minimum(tl.abs(value), 6.0)
+    bits = size.to(tl.int32, bitcast=True)
+    # from 1 on a code is exponent and first mantissa bit; below, the last bits of a sum with 2^22 count halves
+    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    small = (size + 4194304.0).to(tl.int32, bitcast=True) & 3
+    return tl.where(size < 1.0, small, normal) | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
@@ -116,13 +126,13 @@ def _quantize_rows(
     if CODE == "e2m1":
         # 3. two elements share a byte, the even one in the low nibble; loads with a stride would part them too, but
         # the adapter of the Ascend chain makes a program of those that never loads
-        code = e2m1_codes(x, scale[:, None]).to(tl.uint8)
+        code = e2m1_codes(x, scale[:, None], SCALE).to(tl.uint8)
         even, odd = tl.split(tl.reshape(code, [BLOCK_GROUPS, GROUP // 2, 2]))
         code_ptrs = codes_ptr + group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
         tl.store(code_ptrs, even | (odd << 4), mask=in_range[:, None])
     else:
         code_ptrs = codes_ptr + group[:, None] * GROUP + item[None, :]
-        tl.store(code_ptrs, e4m3_codes(x, scale[:, None]), mask=in_range[:, None])
+        tl.store(code_ptrs, e4m3_codes(x, scale[:, None], SCALE), mask=in_range[:, None])
 
 
 @triton.jit
@@ -150,7 +160,7 @@ def _quantize_blocks(
     block = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     sf_ptrs = sf_ptr + block + tl.zeros([1, 1], tl.int64)
     scale = store_scale(amax, floor, sf_ptrs, tl.full([1, 1], 1, tl.int1), MAX, SCALE)
-    tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], e4m3_codes(x, scale), mask=mask)
+    tl.store(codes_ptr + row[:, None] * num_columns + column[None, :], e4m3_codes(x, scale, SCALE), mask=mask)
 
 
 @triton.jit

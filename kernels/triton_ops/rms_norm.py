@@ -114,7 +114,7 @@ def _rms_norm_quant(
         rounded = y.to(tl.float32)
         amax = tl.max(tl.abs(rounded), axis=1)
         scale = store_scale(amax, floor, sf_ptr + row * num_groups + group, in_range, 448.0, SCALE)
-        tl.store(codes_ptr + row * width + column, e4m3_codes(rounded, scale[:, None]), mask=mask)
+        tl.store(codes_ptr + row * width + column, e4m3_codes(rounded, scale[:, None], SCALE), mask=mask)
 
 
 def rms_norm(

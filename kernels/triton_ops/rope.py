@@ -10,20 +10,23 @@ import triton.language as tl
 
 from . import require_runnable
 from .quant import output_buffer
+from .split_softmax import arch_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeLaunch:
-    """Heads a program takes; it changes no result."""
+    """Heads a program takes, and whether it reads pairs side by side as one run; neither changes a result."""
 
     heads: int
+    one_run: bool
     num_warps: int = 4
 
 
-def rope_launch(num_heads: int, rotary_dim: int) -> RopeLaunch:
-    """About 1024 pairs a program, whatever the number of tokens and the device."""
+def rope_launch(num_heads: int, rotary_dim: int, arch: str) -> RopeLaunch:
+    """About 1024 pairs a program, whatever the number of tokens; the Ascend chain cannot part a run into pairs."""
     pairs = triton.next_power_of_2(rotary_dim // 2)
-    return RopeLaunch(heads=min(triton.next_power_of_2(num_heads), max(1, 1024 // pairs)))
+    heads = min(triton.next_power_of_2(num_heads), max(1, 1024 // pairs))
+    return RopeLaunch(heads=heads, one_run=arch != "ascend950")
 
 
 @triton.jit
@@ -47,6 +50,7 @@ def _rope(
     head_dim,
     num_positions,
     start,
+    rest_start,
     stride_xt,
     stride_xh,
     stride_xd,
@@ -58,6 +62,7 @@ def _rope(
     BLOCK_REST: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ONE_RUN: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
     # 1. the table row of the token; a position outside the table gives NaN instead of a stray read
@@ -72,27 +77,35 @@ def _rope(
     if INVERSE:
         sin = sin * -1.0  # as exact as a negation, which the Ascend thread path does not know
     # 2. the rotated slice
-    if INTERLEAVED:
-        first = start + 2 * pair
-        second = first + 1
-    else:
-        first = start + pair
-        second = first + HALF
-    mask = (head < num_heads) & (pair < HALF)
     x_ptrs = x_ptr + token * stride_xt + head * stride_xh
     y_ptrs = y_ptr + (token * num_heads + head) * head_dim
-    u = tl.load(x_ptrs + first * stride_xd, mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(x_ptrs + second * stride_xd, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptrs + first, difference_of_products(u, cos, v, sin).to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptrs + second, difference_of_products(u, sin, v * -1.0, cos).to(y_ptr.dtype.element_ty), mask=mask)
-    # 3. the other channels
+    if INTERLEAVED and ONE_RUN:
+        item = tl.arange(0, 2 * BLOCK_HALF).to(tl.int64)[None, :]
+        mask = (head < num_heads) & (item < 2 * HALF)
+        both = tl.load(x_ptrs + (start + item) * stride_xd, mask=mask, other=0.0).to(tl.float32)
+        u, v = tl.split(tl.reshape(both, [BLOCK_HEADS, BLOCK_HALF, 2]))
+        turned = tl.join(
+            difference_of_products(u, cos, v, sin).to(y_ptr.dtype.element_ty),
+            difference_of_products(u, sin, v * -1.0, cos).to(y_ptr.dtype.element_ty),
+        )
+        tl.store(y_ptrs + start + item, tl.reshape(turned, [BLOCK_HEADS, 2 * BLOCK_HALF]), mask=mask)
+    else:
+        if INTERLEAVED:
+            first, second = start + 2 * pair, start + 2 * pair + 1
+        else:
+            first, second = start + pair, start + pair + HALF
+        mask = (head < num_heads) & (pair < HALF)
+        u = tl.load(x_ptrs + first * stride_xd, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(x_ptrs + second * stride_xd, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptrs + first, difference_of_products(u, cos, v, sin).to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptrs + second, difference_of_products(u, sin, v * -1.0, cos).to(y_ptr.dtype.element_ty), mask=mask)
+    # 3. the other channels, all on one side of the slice
     rest = head_dim - 2 * HALF
     for offset in range(0, rest, BLOCK_REST):
         index = offset + tl.arange(0, BLOCK_REST).to(tl.int64)[None, :]
-        channel = tl.where(index < start, index, index + 2 * HALF)
         rest_mask = (head < num_heads) & (index < rest)
-        x = tl.load(x_ptrs + channel * stride_xd, mask=rest_mask, other=0.0)
-        tl.store(y_ptrs + channel, x.to(y_ptr.dtype.element_ty), mask=rest_mask)
+        x = tl.load(x_ptrs + (rest_start + index) * stride_xd, mask=rest_mask, other=0.0)
+        tl.store(y_ptrs + rest_start + index, x.to(y_ptr.dtype.element_ty), mask=rest_mask)
 
 
 @triton.jit
@@ -140,7 +153,7 @@ def rope(
     require_runnable("x_thd", x_thd)
     t, h, d = x_thd.shape
     s, r = table_sr.shape
-    launch = rope_launch(h, r)
+    launch = rope_launch(h, r, arch_of(x_thd.device))
     _rope[(t, triton.cdiv(h, launch.heads))](
         x_thd,
         table_sr,
@@ -150,6 +163,7 @@ def rope(
         d,
         s,
         0 if first else d - r,
+        r if first else 0,
         *x_thd.stride(),
         *table_sr.stride(),
         positions_t.stride(0),
@@ -158,6 +172,7 @@ def rope(
         BLOCK_REST=128,
         BLOCK_HEADS=launch.heads,
         INTERLEAVED=interleaved,
+        ONE_RUN=launch.one_run,
         INVERSE=inverse,
         num_warps=launch.num_warps,
         # fp32 rows: their products are not exact, so contraction, which the compiler chooses anew for every

@@ -36,7 +36,7 @@ def gated(gate, up, weight, limit, HAS_LIMIT: tl.constexpr, HAS_WEIGHT: tl.const
     rest = tl.fma(negative, tl.full(negative.shape, LOG2_E, tl.float32), power * -1.0) + negative * LOG2_E_REST
     # infinite gates have no rest
     rest = tl.where(tl.abs(rest) < 1.0, rest, 0.0)
-    value = tl.div_rn(gate, 1.0 + tl.exp2(power) * (1.0 + rest * LN_2)) * up
+    value = gate / (1.0 + tl.exp2(power) * (1.0 + rest * LN_2)) * up  # the quotient within two ulps
     if HAS_WEIGHT:
         value = value * weight
     return value
@@ -99,7 +99,7 @@ def _swiglu_quant(
     value = gated(gate, up, weight, limit, HAS_LIMIT, HAS_WEIGHT)
     # 2. scales and codes of the unrounded value
     scale = store_scale(tl.max(tl.abs(value), axis=1), floor, sf_ptr + row * num_groups + group, in_range, 448.0, SCALE)
-    tl.store(codes_ptr + row * half + column, e4m3_codes(value, scale[:, None]), mask=mask)
+    tl.store(codes_ptr + row * half + column, e4m3_codes(value, scale[:, None], SCALE), mask=mask)
 
 
 def swiglu(

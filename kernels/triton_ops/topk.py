@@ -1,9 +1,9 @@
 """Exact top-k of rows, candidate blocks, and the maps from compact indices to entries and slots.
 
-A row is selected by one program: it finds the k-th largest score digit by digit, four bits at a time from the top,
-counting in each pass how many scores reach each of sixteen thresholds; then it walks the row once more and writes what
-lies above, and of the scores at the threshold the first ones. Counts are integers, so nothing depends on an order, and
-indices come out ascending because the row is walked that way.
+A row is selected by one program: it finds the k-th largest score from the top bit down, counting how many scores reach
+each threshold, and writes what lies above, and of the scores at the threshold the first ones. A row that fits the
+registers of a program is read once and searched bit by bit; a longer one is walked four bits at a time. Counts are
+integers, so nothing depends on an order, and indices come out in the order of the row.
 """
 
 from __future__ import annotations
@@ -16,21 +16,26 @@ import triton.language as tl
 
 from . import require_runnable
 from .quant import output_buffer
+from .split_softmax import arch_of
 
 BF16_MAX = tl.constexpr(3.3895313892515355e38)  # the largest finite bf16
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectLaunch:
-    """Scores that a program looks at side by side; it changes no result."""
+    """Scores that a program looks at side by side, and whether these are all of a row; it changes no result."""
 
     block: int
+    at_once: bool = False
     num_warps: int = 4
 
 
-def select_launch(num_columns: int) -> SelectLaunch:
-    """A short row at once, a long one in blocks of 1024."""
-    return SelectLaunch(block=min(1024, max(32, triton.next_power_of_2(num_columns))))
+def select_launch(num_columns: int, arch: str) -> SelectLaunch:
+    """A row at once while it fits the registers, 32 scores a thread at most; otherwise in blocks of 1024."""
+    block = max(32, triton.next_power_of_2(num_columns))
+    if block <= 32768 and arch.startswith("sm"):
+        return SelectLaunch(block=block, at_once=True, num_warps=min(32, max(1, block // 512)))
+    return SelectLaunch(block=min(1024, block))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +113,45 @@ def _select(
     # 4. what is left of the k places
     for start in range(0, k, BLOCK):
         at = start + item
+        tl.store(out_ptr + at, tl.full([BLOCK], -1, tl.int32), mask=(at >= written) & (at < k))
+
+
+@triton.jit
+def _select_at_once(
+    scores_ptr,
+    length_ptr,
+    idx_ptr,
+    num_columns,
+    k,
+    stride_st,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # 1. the whole row; what cannot be chosen stands below everything that can
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    length = tl.minimum(tl.load(length_ptr + row), num_columns)
+    inside = column < length
+    key, valid = ordered(tl.load(scores_ptr + row * stride_st + column, mask=inside, other=0.0), inside, BITS)
+    lowest = tl.full([], -(2 ** (BITS - 1)), tl.int32)
+    key = tl.where(valid, key, lowest)
+    # 2. the k-th largest score: `low` never has fewer than k scores at or above it
+    low = tl.where(tl.sum((key >= 0).to(tl.int32), axis=0) >= k, 0, lowest)
+    for place in range(1, BITS):
+        higher = low + (tl.full([], 1, tl.int32) << (BITS - 1 - place))
+        low = tl.where(tl.sum((key >= higher).to(tl.int32), axis=0) >= k, higher, low)
+    # 3. all that lie above, and of those at the threshold the first ones
+    above = key > low
+    is_tied = ((key == low) & (key > lowest)).to(tl.int32)
+    room = k - tl.sum(above.to(tl.int32), axis=0)
+    chosen = above | ((is_tied > 0) & (tl.cumsum(is_tied, axis=0) <= room))
+    count = chosen.to(tl.int32)
+    out_ptr = idx_ptr + row * k
+    tl.store(out_ptr + tl.cumsum(count, axis=0) - 1, column, mask=chosen)
+    # 4. what is left of the k places
+    written = tl.sum(count, axis=0)
+    for start in range(0, k, BLOCK):
+        at = start + column
         tl.store(out_ptr + at, tl.full([BLOCK], -1, tl.int32), mask=(at >= written) & (at < k))
 
 
@@ -198,8 +242,8 @@ def topk(
     if not t:
         return idx_tk
     require_runnable("scores_ts", scores_ts)
-    launch = launch or select_launch(s)
-    _select[(t,)](
+    launch = launch or select_launch(s, arch_of(scores_ts.device))
+    (_select_at_once if launch.at_once else _select)[(t,)](
         scores_ts,
         length_t.contiguous(),
         idx_tk,

@@ -27,8 +27,10 @@ from deeptwin.reference.config import (
     WeightCast,
 )
 from deeptwin.reference.dsa import dsa_project
+from deeptwin.reference.dsa_index import dsa_index_scores, dsa_index_scores_paged
 from deeptwin.reference.dsa_state import DsaState, DsaWeights
 from deeptwin.reference.kv_cache import load_records, pack_records, store_records
+from deeptwin.reference.numerics import SEMANTIC
 from deeptwin.reference.quant import fake_quantize, quantize
 from deeptwin.reference.rope import rope_frequencies, rope_table, table_magnitude
 from deeptwin.reference.weights import Latents
@@ -38,6 +40,7 @@ from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..fp8_unit import Fp8Unit
 from ..peers.dsa import TINY
 from ..relations import CallFn, Context, Pick, Variant, join_rows, pick_rows, row_chunks
 from ..rules import ATTENTION, LSE, MLA_BLOCK, Bitwise, Budget, Close
@@ -507,6 +510,7 @@ def cases_scores(full: bool) -> list[ScoreCase]:
     found += [
         replace(base, scale="pow2"),
         replace(base, heads=64, tokens=2, keys=130),
+        *(replace(base, heads=64, regime=r) for r in ("normal", "mean1", "nankey")),
         replace(base, heads=5),
         replace(base, dim=16),
         replace(base, keys=128, tokens=2, lengths="full"),
@@ -531,6 +535,7 @@ def cases_paged(full: bool) -> list[ScoreCase]:
     found += [
         replace(base, page=7),
         replace(base, page=64, heads=64, keys=150, tokens=3),
+        replace(base, page=64, heads=64, keys=150, tokens=1, lengths="full"),
         replace(base, page=1, keys=12, tokens=2),
         replace(base, page=80, keys=100, tokens=2, scale="pow2"),
         replace(base, lengths="zero"),
@@ -858,9 +863,9 @@ def few_rows(case: Any) -> bool:
 
 
 def few_scores(case: Any) -> bool:
-    """The same for scores."""
-    plain = case.regime == "normal" and case.tokens == 4 and case.heads == 16 and case.dim == 128
-    return plain and case.scale == "f32" and case.lengths == "mixed" and case.page in (0, 7)
+    """The same for scores; 64 heads are what vendors take."""
+    plain = case.regime == "normal" and case.dim == 128 and case.scale == "f32" and case.lengths == "mixed"
+    return plain and (case.tokens, case.heads, case.page) in ((4, 16, 0), (4, 64, 0), (4, 16, 7), (3, 64, 64))
 
 
 def long_lists(case: MlaCase) -> bool:
@@ -902,6 +907,20 @@ def outside_flash_mla(case: MlaCase) -> str | None:
     """Why FlashMLA's legacy sparse decode does not take a case."""
     fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none" and case.holes != "bad"
     return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths, no holes but -1"
+
+
+def outside_specialised_scores(case: ScoreCase) -> str | None:
+    """Why the kernels with specialised warps do not take a case."""
+    if case.heads not in (16, 32, 64, 128) or case.dim != 128 or case.page not in (0, 64):
+        return f"16, 32, 64 or 128 heads of 128 channels, pages of 64 keys, got {case.id}"
+    return None
+
+
+def outside_deep_gemm_scores(case: ScoreCase) -> str | None:
+    """Why DeepGEMM's scores do not take a case."""
+    if case.heads not in (32, 64) or case.dim != 128 or case.page not in (0, 64) or not case.tokens or not case.keys:
+        return f"32 or 64 heads of 128 channels, pages of 64 keys, got {case.id}"
+    return None
 
 
 def short_lists(case: MlaCase) -> str | None:
@@ -1043,6 +1062,29 @@ WEIGHTS = Op(
     golden=lambda: [WeightsCase(tokens=2, width=24, heads=4)],
 )
 
+
+def _magnitudes(inputs: Inputs) -> Tensor:
+    """The scores with the sign bit of every code cleared, and of every weight."""
+    plain = inputs | {"w_th": inputs["w_th"].abs()}
+    q = inputs["q_thd"].contiguous().view(torch.uint8) & 0x7F
+    plain["q_thd"] = q.view(torch.float8_e4m3fn)
+    if "cache_pow" not in inputs:
+        plain["k_sd"] = (inputs["k_sd"].contiguous().view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn)
+        return dsa_index_scores(**plain, num=SEMANTIC)
+    cache = inputs["cache_pow"].clone()
+    p, o, w = cache.shape
+    cache.view(p, o * w)[:, : o * (w - 4)] &= 0x7F  # codes of all keys come before their scales
+    plain["cache_pow"] = cache
+    return dsa_index_scores_paged(**plain, num=SEMANTIC)
+
+
+FP8_SCORES = {"scores_ts": Fp8Unit(reach=_magnitudes)}
+_NAN_HIDDEN = {"scores_ts": "a maximum with zero hides the NaN of a key; an absent page is read as page 0"}
+UNCLEANED = dict.fromkeys(
+    ("scores_ts", "batch_invariant", "chunk_invariant", "run_to_run", "causality", "masked_equals_absent"),
+    "columns that a query does not see are written, or left as they were",
+)
+
 SCORES = Op(
     name="dsa_index_scores",
     reference="deeptwin.reference.dsa_index:dsa_index_scores",
@@ -1063,6 +1105,43 @@ SCORES = Op(
         Candidate(
             name="triton", function="deeptwin.optimized.dsa:dsa_index_scores_triton", lowered_declines=one_lowered
         ),
+        Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.dsa:dsa_index_scores_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised_scores,
+            required=False,
+        ),
+        Candidate(
+            name="tilelang-fp8",
+            function="deeptwin.optimized.dsa:dsa_index_scores_tilelang_fp8",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised_scores,
+            rules=FP8_SCORES,
+            required=False,
+        ),
+        Candidate(
+            name="deep-gemm",
+            function="deeptwin.optimized.dsa:dsa_index_scores_deep_gemm",
+            archs=("sm90",),
+            needs=("deep_gemm",),
+            declines=outside_deep_gemm_scores,
+            rules=FP8_SCORES,
+            unpromised=_NAN_HIDDEN,
+            required=False,
+        ),
+        Candidate(
+            name="deep-gemm-uncleaned",
+            function="deeptwin.optimized.dsa:dsa_index_scores_deep_gemm_uncleaned",
+            archs=("sm90",),
+            needs=("deep_gemm",),
+            declines=outside_deep_gemm_scores,
+            rules=FP8_SCORES,
+            unpromised=UNCLEANED,
+            required=False,
+        ),
     ),
     builds=(
         BuildCase(
@@ -1070,6 +1149,20 @@ SCORES = Op(
             kernel="deeptwin.kernels.triton_ops.dsa_index:_score_rows",
             launch="deeptwin.parity.builds.launches.dsa:scores",
             expect=PRODUCT | MATRIX,
+        ),
+        BuildCase(
+            name="tilelang-h64",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.index_scores_sm90:score_program",
+            launch="deeptwin.parity.builds.launches.dsa_tilelang:dense_fp8_h64",
+            expect={"sm90": Expect(mma="wgmma.fp8")},
+        ),
+        BuildCase(
+            name="tilelang-exact-h64",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.index_scores_sm90:score_program",
+            launch="deeptwin.parity.builds.launches.dsa_tilelang:dense_exact_h64",
+            expect={"sm90": Expect(mma="wgmma")},
         ),
     ),
     mutants=(
@@ -1093,7 +1186,7 @@ SCORES = Op(
         _mutant("depends_on_batch", "U73", "even batches add in another order"),
         _mutant("scores_not_deterministic", "U20", "every second launch differs in the last bit of one element"),
     ),
-    controls=(_control("right_scores"),),
+    controls=(_control("right_scores"), replace(_control("scores_of_fp8_unit"), rules=FP8_SCORES)),
     golden=lambda: [ScoreCase(tokens=3, keys=9), ScoreCase(tokens=2, keys=5, regime="ties", scale="pow2")],
 )
 
@@ -1123,6 +1216,33 @@ PAGED = Op(
             function="deeptwin.optimized.dsa:dsa_index_scores_paged_triton",
             lowered_declines=one_lowered,
         ),
+        Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.dsa:dsa_index_scores_paged_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised_scores,
+            required=False,
+        ),
+        Candidate(
+            name="tilelang-fp8",
+            function="deeptwin.optimized.dsa:dsa_index_scores_paged_tilelang_fp8",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised_scores,
+            rules=FP8_SCORES,
+            required=False,
+        ),
+        Candidate(
+            name="deep-gemm",
+            function="deeptwin.optimized.dsa:dsa_index_scores_paged_deep_gemm",
+            archs=("sm90",),
+            needs=("deep_gemm",),
+            declines=outside_deep_gemm_scores,
+            rules=FP8_SCORES,
+            unpromised=_NAN_HIDDEN,
+            required=False,
+        ),
     ),
     builds=(
         BuildCase(
@@ -1130,6 +1250,20 @@ PAGED = Op(
             kernel="deeptwin.kernels.triton_ops.dsa_index:_score_pages",
             launch="deeptwin.parity.builds.launches.dsa:scores_paged",
             expect=PRODUCT | MATRIX,
+        ),
+        BuildCase(
+            name="tilelang-h64-pages",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.index_scores_sm90:score_program",
+            launch="deeptwin.parity.builds.launches.dsa_tilelang:paged_fp8_h64",
+            expect={"sm90": Expect(mma="wgmma.fp8")},
+        ),
+        BuildCase(
+            name="tilelang-exact-h64-pages",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.index_scores_sm90:score_program",
+            launch="deeptwin.parity.builds.launches.dsa_tilelang:paged_exact_h64",
+            expect={"sm90": Expect(mma="wgmma")},
         ),
     ),
     mutants=(
@@ -1144,7 +1278,7 @@ PAGED = Op(
         _mutant("scale_keeps_its_exponent", "U52", "the mantissa of the scale is dropped"),
         _mutant("paged_relu_missing", "U24", "negative dot products count"),
     ),
-    controls=(_control("right_paged"),),
+    controls=(_control("right_paged"), replace(_control("paged_scores_of_fp8_unit"), rules=FP8_SCORES)),
     golden=lambda: [ScoreCase(tokens=3, keys=9, page=4)],
 )
 
@@ -1478,6 +1612,7 @@ CARD = Card(
         "rounding": "norm, rotation and transform each to bf16; dots, sum over heads and its scaling to fp32; "
         "attention as sparse_attn over bf16 values of the records",
         "indexer": "the first r channels rotate, in pairs that IndexerRope names; ReLU before the signed weight",
+        "FP8 unit": "a row of its own rule: dots cut 13 bits below the largest of 32 products, as SM90's unit does",
         "selection": "s at or before the query; ties to the earlier token; all while there are no more than topk",
         "picks": "after the query, below 0 or beyond the cache: holes",
         "records": "512 e4m3, 4 fp32 scales, 64 bf16, one after the other; writers: FlashMLA floors the scale at 1e-4, "

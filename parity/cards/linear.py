@@ -285,6 +285,8 @@ def cases_codes(full: bool) -> list[CodesCase]:
         replace(v3, x="q8", tokens=3),
         replace(v3, x="fp8_1x128_ue8m0", w="fp8_32x32", tokens=3),
         replace(v3, x="fp8_1x128_ue8m0", w="mxfp4", tokens=3),
+        replace(v3, x="fp8_1x128_ue8m0", w="fp8_128x128_ue8m0", regime="mean1"),
+        *SILICON,
         replace(base, tokens=1, features=1, width=32),
         replace(base, tokens=2, features=24, width=96, w="mxfp4"),
         replace(base, tokens=65, features=129, width=128),
@@ -628,10 +630,32 @@ LINEAR = Op(
 )
 
 
+SILICON = tuple(
+    case
+    for base in (CodesCase(tokens=20, features=40, width=256), CodesCase(tokens=66, features=40, width=128))
+    for case in (replace(base, regime="mean1"), replace(base, regime="peaked"), replace(base, regime="cancel"))
+) + (CodesCase(tokens=12, features=72, width=256, x="fp8_1x128", w="fp8_128x128", regime="mean1"),)
+
+
+def on_silicon(case: CodesCase) -> str | None:
+    """Shapes for the kernels of one chip, which others are judged on elsewhere."""
+    return "multiples of what the FP8 unit takes: an interpreter is judged on other widths" if case in SILICON else None
+
+
 def outside_deep_gemm(case: CodesCase) -> str | None:
     """Why DeepGEMM's FP8 product does not take a case."""
     fits = (case.x, case.w, case.out, case.add) == ("fp8_1x128", "fp8_128x128", "bf16", False)
-    return None if fits and case.tokens and case.width % 128 == 0 else "fp8_1x128 rows by fp8_128x128 weights only"
+    fits = fits and case.tokens > 0 and case.width % 128 == 0 and case.features % 8 == 0
+    return None if fits else "fp8_1x128 rows by fp8_128x128 weights of 8·n features only"
+
+
+def outside_specialised(case: CodesCase) -> str | None:
+    """Why the kernel with specialised warps does not take a case."""
+    pairs = (("fp8_1x128", "fp8_128x128"), ("fp8_1x128_ue8m0", "fp8_128x128_ue8m0"), ("q8", "fp8_32x32"))
+    if (case.x, case.w) not in pairs or case.add or case.out != "bf16":
+        return "blocks of 1 x 128 with 128 x 128 or of 1 x 32 with 32 x 32, to bf16"
+    aligned = case.width % 128 == 0 and case.features % 8 == 0
+    return None if aligned else f"widths of 128·n and 8·n features, got {case.width} and {case.features}"
 
 
 CODES = Op(
@@ -653,7 +677,19 @@ CODES = Op(
         _repeats(lean),
     ),
     candidates=(
-        Candidate(name="triton", function="deeptwin.optimized.linear:linear_codes_triton"),
+        Candidate(
+            name="triton",
+            function="deeptwin.optimized.linear:linear_codes_triton",
+            interpreter_declines=on_silicon,
+        ),
+        Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.linear:linear_codes_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised,
+            required=False,
+        ),
         Candidate(
             name="deep-gemm",
             function="deeptwin.optimized.linear:linear_codes_deep_gemm",
@@ -668,6 +704,7 @@ CODES = Op(
             function="deeptwin.optimized.linear:linear_codes_triton_native",
             archs=("cpu", "sm100"),
             declines=not_native,
+            interpreter_declines=on_silicon,
         ),
     ),
     builds=(
@@ -700,6 +737,20 @@ CODES = Op(
             kernel="deeptwin.kernels.triton_ops.linear_native:_linear_codes_native",
             launch="deeptwin.parity.builds.launches.linear:native_mxfp4",
             expect={"sm100": Expect(mma="block_scale")},
+        ),
+        BuildCase(
+            name="tilelang-fp8_1x128-fp8_128x128",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.linear_sm90:product_program",
+            launch="deeptwin.parity.builds.launches.linear_tilelang:sm90_128x128",
+            expect={"sm90": Expect(mma="wgmma.fp8")},
+        ),
+        BuildCase(
+            name="tilelang-q8-fp8_32x32",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.linear_sm90:product_program",
+            launch="deeptwin.parity.builds.launches.linear_tilelang:sm90_32x32",
+            expect={"sm90": Expect(mma="wgmma.fp8")},
         ),
         BuildCase(
             name="tilelang-q8-fp8_32x32-m1280",

@@ -149,6 +149,9 @@ def cases(full: bool) -> list[SelectCase]:
         replace(SMALL, tokens=2, columns=2300, k=512, regime="relu"),
         replace(SMALL, tokens=1, columns=2100, k=700, regime="nan"),
         replace(SMALL, tokens=1, columns=4096, k=512, dtype="fp32"),
+        # beyond the registers of a program
+        replace(SMALL, tokens=1, columns=32800, k=512, regime="relu"),
+        replace(SMALL, tokens=1, columns=33000, k=2048, regime="near", dtype="fp32"),
     ]
     if full:
         found += [
@@ -263,6 +266,12 @@ TOPK = Op(
             kernel="deeptwin.kernels.triton_ops.topk:_select",
             launch="deeptwin.parity.builds.launches.topk:topk_bf16",
             expect=NO_PRODUCT | VECTOR,
+        ),
+        BuildCase(
+            name="fp32-s8192-k512",
+            kernel="deeptwin.kernels.triton_ops.topk:_select_at_once",
+            launch="deeptwin.parity.builds.launches.topk:topk_at_once",
+            expect=NO_PRODUCT,
         ),
         BuildCase(
             name="fp32-k512",

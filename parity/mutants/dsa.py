@@ -143,6 +143,7 @@ class ScoreFaults:
     weight: str = "signed"  # signed, positive, unweighted
     scale: str = "own"  # own, missing, next, before_relu_of_minus
     dots: torch.dtype = torch.float32
+    unit: str = "exact"  # exact, fp8 (of SM90)
     length: str = "used"  # used, ignored, first, one_more, one_less
     heads: str = "all"  # all, without_last, first_query
     unseen: str = "hidden"  # hidden, times_zero, zero
@@ -153,6 +154,17 @@ class ScoreFaults:
     counter: bool = False
 
 
+def fp8_unit_dots(a: Tensor, b: Tensor) -> Tensor:
+    """Rows times rows by the FP8 unit of SM90: 32 products and the sum so far, cut 13 bits below the largest."""
+    total = torch.zeros(len(a), len(b), dtype=torch.float64)
+    for x, y in zip(a.split(32, 1), b.split(32, 1), strict=True):
+        terms = torch.cat([x[:, None] * y[None], total[..., None]], -1)
+        exponent = torch.frexp(terms.abs().amax(-1, keepdim=True))[1]
+        step = torch.exp2((exponent - 14).double())
+        total = (torch.trunc(terms / step) * step).sum(-1)
+    return total
+
+
 def _score(faults: ScoreFaults, q: Tensor, k: Tensor, k_sf: Tensor, w: Tensor, seen: Tensor) -> Tensor:
     """Scores [s] of one query in fp32."""
     q, k = q.double(), k.double()
@@ -160,7 +172,8 @@ def _score(faults: ScoreFaults, q: Tensor, k: Tensor, k_sf: Tensor, w: Tensor, s
         k, k_sf = torch.where(seen[:, None], k, 0.0), torch.where(seen, k_sf, 0.0)
     if faults.heads == "without_last":
         q, w = q[:-1], w[:-1]
-    dots = (k @ q.T).float().to(faults.dots).double()
+    dots = fp8_unit_dots(k, q) if faults.unit == "fp8" else k @ q.T
+    dots = dots.float().to(faults.dots).double()
     weight = {"signed": w, "positive": w.abs(), "unweighted": torch.ones_like(w)}[faults.weight].double()
     if faults.relu == "none":
         total = (dots * weight).sum(1)
@@ -357,6 +370,7 @@ weights_without_width = weights_with(width=False)
 weights_positive = weights_with(relu=True)
 
 right_scores = scores_with(_SCORES)
+scores_of_fp8_unit = scores_with(replace(_SCORES, unit="fp8"))
 relu_missing = scores_with(replace(_SCORES, relu="none"))
 relu_after_the_sum = scores_with(replace(_SCORES, relu="after"))
 relu_is_magnitude = scores_with(replace(_SCORES, relu="magnitude"))
@@ -378,6 +392,7 @@ depends_on_batch = scores_with(replace(_SCORES, by_batch=True))
 scores_not_deterministic = scores_with(replace(_SCORES, counter=True))
 
 right_paged = paged_with(_SCORES)
+paged_scores_of_fp8_unit = paged_with(replace(_SCORES, unit="fp8"))
 page_interleaved = paged_with(replace(_SCORES, page="interleaved"))
 page_sections_of_64 = paged_with(replace(_SCORES, page="sections_of_64"))
 page_stride_ignored = paged_with(replace(_SCORES, page="packed"))

@@ -29,6 +29,11 @@ def topk_fp32() -> None:
     topk_triton(torch.empty(TOKENS, ENTRIES), _int32(TOKENS), k=TOPK)
 
 
+def topk_at_once() -> None:
+    """Rows that fit the registers of a program."""
+    topk_triton(torch.empty(TOKENS, 8192), _int32(TOKENS), k=TOPK)
+
+
 def candidates() -> None:
     """The blocks that the candidate source publishes: block scores, then a selection."""
     candidate_blocks_triton(
