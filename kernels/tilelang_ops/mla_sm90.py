@@ -74,6 +74,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
 
     @T.macro
     def leave(part, part_index, token, head0, channel, sums):
+        """Store half the sums of a split in fp32."""
         for h, u in T.Parallel(HEADS, HALF):
             part[part_index, token, head0 + h, channel + u] = sums[h, u]
 

@@ -179,6 +179,7 @@ def two_cache_program(
 
     @T.macro
     def put_record(shared, kind, now, j, lane, code, sf, g):
+        """Write this thread's part of a key to shared memory, as bf16."""
         put_half(shared.key_left, kind, 0, now, j, lane, code, sf, g)
         put_half(shared.key_right, kind, PARTS // 2, now, j, lane, code, sf, g)
 

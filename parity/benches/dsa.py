@@ -1,4 +1,4 @@
-"""V3.2: index scores of a chunk and over pages of 64 keys, sparse decode over records of 656 bytes."""
+"""V3.2: index scores of a chunk and over pages of 64 keys, and sparse decode over records of 656 bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..card import Inputs
 from ..device_draws import DeviceDraws
 
 DIM, PAGE = 128, 64
-HEADS, LATENT, VALUES, PAGES, RECORD = 128, 576, 512, 1024, 656  # of the latent attention
+HEADS, WIDTH, VALUES, RECORDS = 128, 576, 512, 65536
 
 
 def _chunk(tokens: int, keys: int, heads: int) -> Bench:
@@ -62,20 +62,21 @@ def _pages(batch: int, keys: int, heads: int) -> Bench:
 
 def _records(draws: DeviceDraws) -> Tensor:
     """Codes, scales that are powers of two, rotary channels."""
-    codes = draws.e4m3(PAGES, PAGE, VALUES).view(torch.uint8)
-    scales = torch.exp2(draws.integers(-8, -4, PAGES, PAGE, VALUES // 128).to(torch.float32)).view(torch.uint8)
-    tail = draws.normal(PAGES, PAGE, LATENT - VALUES).view(torch.uint8)
+    shape = (RECORDS // PAGE, PAGE)
+    codes = draws.e4m3(*shape, VALUES).view(torch.uint8)
+    scales = torch.exp2(draws.integers(-8, -4, *shape, VALUES // 128).to(torch.float32)).view(torch.uint8)
+    tail = draws.normal(*shape, WIDTH - VALUES).view(torch.uint8)
     return torch.cat([codes, scales, tail], -1)
 
 
 def _decode(batch: int, topk: int) -> Bench:
     def draw(draws: DeviceDraws) -> Inputs:
         return {
-            "q_thd": draws.normal(batch, HEADS, LATENT),
+            "q_thd": draws.normal(batch, HEADS, WIDTH),
             "cache_pow": _records(draws),
-            "idx_tk": draws.integers(0, PAGES * PAGE, batch, topk),
+            "idx_tk": draws.integers(0, RECORDS, batch, topk),
             "topk_length_t": None,
-            "scale": LATENT**-0.5,
+            "scale": WIDTH**-0.5,
         }
 
     return Bench(
@@ -83,8 +84,8 @@ def _decode(batch: int, topk: int) -> Bench:
         op="sparse_mla",
         shape=f"b{batch}-h{HEADS}-k{topk}",
         draw=draw,
-        flops=2.0 * batch * HEADS * topk * (LATENT + VALUES),
-        bytes=float(batch * (topk * (RECORD + 4) + 2 * HEADS * (LATENT + VALUES))),
+        flops=2.0 * batch * HEADS * topk * (WIDTH + VALUES),
+        bytes=float(batch * (topk * (656 + 4) + 2 * HEADS * (WIDTH + VALUES))),
     )
 
 

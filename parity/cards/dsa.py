@@ -903,6 +903,12 @@ def one_lowered(case: ScoreCase) -> str | None:
     return None
 
 
+def outside_flash_mla(case: MlaCase) -> str | None:
+    """Why FlashMLA's legacy sparse decode does not take a case."""
+    fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none" and case.holes != "bad"
+    return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths, no holes but -1"
+
+
 def outside_specialised_scores(case: ScoreCase) -> str | None:
     """Why the kernels with specialised warps do not take a case."""
     if case.heads not in (16, 32, 64, 128) or case.dim != 128 or case.page not in (0, 64):
@@ -915,12 +921,6 @@ def outside_deep_gemm_scores(case: ScoreCase) -> str | None:
     if case.heads not in (32, 64) or case.dim != 128 or case.page not in (0, 64) or not case.tokens or not case.keys:
         return f"32 or 64 heads of 128 channels, pages of 64 keys, got {case.id}"
     return None
-
-
-def outside_flash_mla(case: MlaCase) -> str | None:
-    """Why FlashMLA's legacy sparse decode does not take a case."""
-    fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none" and case.holes != "bad"
-    return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths, no holes but -1"
 
 
 def short_lists(case: MlaCase) -> str | None:
