@@ -234,12 +234,14 @@ def dsa_index_scores_paged_deep_gemm(
         raise NotImplementedError(f"cache_pow: expected pages of 64 keys, got {tuple(cache_pow.shape)}")
     library = deep_gemm()
     table_tj, columns = table_tj.clamp(0, pages - 1), table_tj.shape[1] * page
-    length_t = length_t.clamp(max=columns)
-    plan = library.get_paged_mqa_logits_metadata(length_t[:, None], page, library.get_num_sms())
+    length_t1 = length_t.clamp(max=columns)[:, None]
+    plan = library.get_paged_mqa_logits_metadata(length_t1, page, library.get_num_sms())
     cache = cache_pow.contiguous().view(pages, page, 1, width)
     q = q_thd.contiguous()[:, None]
-    logits: Tensor = library.fp8_paged_mqa_logits(q, cache, w_th, length_t, table_tj, plan, columns, True)
-    return logits[:, :columns]
+    logits: Tensor = library.fp8_paged_mqa_logits(q, cache, w_th, length_t1, table_tj, plan, columns, False)
+    # the library cleans behind lengths of one dimension only, and takes lengths of two
+    unseen_ts = torch.arange(columns, device=q.device) >= length_t1
+    return logits[:, :columns].masked_fill(unseen_ts, -torch.inf)
 
 
 def dsa_attention_triton(

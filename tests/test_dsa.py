@@ -532,7 +532,8 @@ def test_the_adapters_of_deep_gemm_pass_contiguous_tensors_and_clamp(monkeypatch
     def paged(q: Tensor, cache: Tensor, w: Tensor, end: Tensor, table: Tensor, *rest: object) -> Tensor:
         assert int(table.min()) >= 0
         assert int(table.max()) < len(cache)
-        return dsa_index_scores_paged(q[:, 0], cache[:, :, 0], w, table, end).float()
+        assert end.shape == (len(q), 1)
+        return dsa_index_scores_paged(q[:, 0], cache[:, :, 0], w, table, end[:, 0]).nan_to_num(neginf=7.0).float()
 
     library = SimpleNamespace(
         fp8_gemm_nt=None,

@@ -41,15 +41,11 @@ class ProductLaunch:
 
 # few rows: the weight is read once whatever the tile, and narrow tiles keep more readers busy
 FEW_ROWS = ProductLaunch(rows=64, features=32, buffers=8, programs=1056, consumer_registers=232, producer_registers=40)
-# two partial sums in turn beside the whole one need registers for three tiles
-TWO_PARTS = ProductLaunch(rows=128, buffers=5, consumer_registers=232, producer_registers=40)
 
 
-def codes_launch(scale: str, tokens: int) -> ProductLaunch:
-    """The tile for a kind of scale and a number of rows."""
-    if tokens <= FEW_ROWS.rows:
-        return FEW_ROWS
-    return TWO_PARTS if scale == "word" else ProductLaunch()
+def codes_launch(tokens: int) -> ProductLaunch:
+    """The tile for a number of rows."""
+    return FEW_ROWS if tokens <= FEW_ROWS.rows else ProductLaunch()
 
 
 def product_program(scale: str, *, launch: ProductLaunch | None = None):
@@ -58,7 +54,7 @@ def product_program(scale: str, *, launch: ProductLaunch | None = None):
     `scale` is `f32` or `byte` (UE8M0) for blocks of 128 and of 128 x 128, `word` for blocks of 32 and of 32 x 32, whose
     four UE8M0 scales of a step come as one int32.
     """
-    launch = launch or codes_launch(scale, STEP)
+    launch = launch or ProductLaunch()
     rows, columns, buffers, programs, band = launch.rows, launch.features, launch.buffers, launch.programs, launch.band
     consumers = rows // 64 * GROUP
     block = 32 if scale == "word" else 128
@@ -116,8 +112,6 @@ def product_program(scale: str, *, launch: ProductLaunch | None = None):
             w = T.alloc_shared((buffers, columns, STEP), T.float8_e4m3fn)
             y = T.alloc_shared((rows, columns), T.bfloat16)
             part = T.alloc_fragment((rows, columns), T.float32)
-            if block < STEP:
-                other = T.alloc_fragment((rows, columns), T.float32)
             total = T.alloc_fragment((rows, columns), T.float32)
             x_now = T.alloc_fragment((rows,), kind)
             x_next = T.alloc_fragment((rows,), kind)
@@ -160,24 +154,14 @@ def product_program(scale: str, *, launch: ProductLaunch | None = None):
                         T.copy(x_next, x_now)
                         T.copy(w_next, w_now)
                         read_scales(x_sf_tg, w_sf_gg, x_next, w_next, row0, feature0, T.min(step + 1, steps - 1))
+                        T.wait_wgmma(0)
                         if block < STEP:
-                            # two partial sums in turn: the unit works on one while the other is added
-                            multiply(x, w, other, slot, 1)
-                            T.wait_wgmma(1)
-                            promote(total, part, x_now, w_now, 0)
-                            multiply(x, w, part, slot, 2)
-                            T.wait_wgmma(1)
-                            promote(total, other, x_now, w_now, 1)
-                            multiply(x, w, other, slot, 3)
-                            T.wait_wgmma(1)
-                            promote(total, part, x_now, w_now, 2)
-                            T.wait_wgmma(0)
-                            T.barrier_arrive(free[slot])
-                            promote(total, other, x_now, w_now, 3)
-                        else:
-                            T.wait_wgmma(0)
-                            T.barrier_arrive(free[slot])
-                            promote(total, part, x_now, w_now, 0)
+                            for g in T.unroll(STEP // block - 1):
+                                promote(total, part, x_now, w_now, g)
+                                multiply(x, w, part, slot, g + 1)
+                                T.wait_wgmma(0)
+                        T.barrier_arrive(free[slot])
+                        promote(total, part, x_now, w_now, STEP // block - 1)
                         slot = T.if_then_else(slot == buffers - 1, 0, slot + 1)
                         phase = T.if_then_else(slot == 0, phase ^ 1, phase)
                     # 3. the only rounding of the sum
@@ -231,7 +215,7 @@ def linear_codes(x_q: torch.Tensor, x_sf: torch.Tensor, w_q: torch.Tensor, w_sf:
         x_sf, w_sf = _words("x_sf", x_sf), _words("w_sf", w_sf)
     y_tf = torch.empty(tokens, features, dtype=torch.bfloat16, device=x_q.device)
     if y_tf.numel() and width:
-        _compiled(scale, codes_launch(scale, tokens))(x_q, x_sf, w_q, w_sf, y_tf)
+        _compiled(scale, codes_launch(tokens))(x_q, x_sf, w_q, w_sf, y_tf)
     return y_tf if width else y_tf.zero_()
 
 

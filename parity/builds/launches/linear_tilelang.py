@@ -21,13 +21,13 @@ def sm100_mxfp4() -> Any:
 
 def sm90_128x128() -> Any:
     """V3 by specialised warps: fp32 scales."""
-    from deeptwin.kernels.tilelang_ops.linear_sm90 import codes_launch, product_program
+    from deeptwin.kernels.tilelang_ops.linear_sm90 import product_program
 
-    return product_program("f32", launch=codes_launch("f32", 4096))
+    return product_program("f32")
 
 
 def sm90_32x32() -> Any:
     """V4.1 by specialised warps: four UE8M0 scales a step."""
-    from deeptwin.kernels.tilelang_ops.linear_sm90 import codes_launch, product_program
+    from deeptwin.kernels.tilelang_ops.linear_sm90 import product_program
 
-    return product_program("word", launch=codes_launch("word", 4096))
+    return product_program("word")
