@@ -83,8 +83,10 @@ def cases_serve(full: bool) -> list[ServeCase]:
     found = [ServeCase(generation=g, prompt=34 if g == "v41" else 20) for g in GENERATIONS]
     found += [ServeCase(generation="toy", requests=12, prompt=50, tokens=20), ServeCase(generation="toy", requests=0)]
     found += [replace(many, generation="toy", only=(*MANY, "chunk_size")), replace(many, layers=2)]
+    few = ServeCase(generation="v3", requests=3, prompt=9, tokens=2, only=("batch_composition",))
     # groups of four that an answer completes
     found.append(ServeCase(generation="v4", requests=1, tokens=10, only=("continuation", "draft_width"), regime="long"))
+    found.append(few)
     if full:
         found += [replace(many, generation=g, seconds=3000.0) for g in ("v3", "v32", "v4", "v41")]
         found += [ServeCase(generation=g, requests=9, prompt=70, tokens=12, seconds=1000.0) for g in GENERATIONS]
@@ -345,8 +347,8 @@ RELATIONS = (
 
 
 def _elsewhere(case: ServeCase) -> str | None:
-    """Right parts in place of those that mutants exchange: what they cannot show, the small cases cannot either."""
-    return None if case.generation in ("toy", "v3") and case.requests == 4 else "right parts are tried on small cases"
+    """Right parts in place of those that mutants exchange: the smallest case of V3 has all of them."""
+    return None if (case.generation, case.requests) == ("v3", 3) else "right parts are tried on a small case of V3"
 
 
 def _fault(name: str, entry: str, axis: str, fault: str, generation: str, *, requests: int = 4) -> Mutant:
