@@ -265,7 +265,8 @@ class Engine:
     def _compiled(self) -> None:
         """Requests whose grammar is done enter the queue; those whose grammar is wrong have failed."""
         for entry in [] if self.grammars is None else self.grammars.finished():
-            request_id = int(str(entry.name))
+            request_id = entry.name
+            assert isinstance(request_id, int)
             if entry.failure:
                 self.open[request_id].failure = entry.failure
                 self.open[request_id].finish = Finish.FAILED
