@@ -179,10 +179,10 @@ def serve_alone(
     seed_b: Tensor,
     *,
     serving: Serving,
-    num: Numerics = CONTRACT,
 ) -> Outputs:
     """Every request by itself, without caches, batches or drafts.
 
+    It runs under CONTRACT alone: a run has too many marks to be kept, and no other arithmetic has the same tokens.
     An engine's answer is the guess that makes this affordable; where it is wrong, the truth is what comes out.
 
     Raises:
@@ -192,7 +192,7 @@ def serve_alone(
     names = ("generation", "vocab", "eos", "seed", "layers", "greedy", "draw", "grammars")
     plain = Serving(**{name: getattr(serving, name) for name in names}, max_requests=96, budget=4096)
     guesses = [done.tokens for done in serve(requests, [0] * len(requests), serving=plain, backend="reference")]
-    found = [_alone(i, *pair, serving, num) for i, pair in enumerate(zip(requests, guesses, strict=True))]
+    found = [_alone(i, *pair, serving) for i, pair in enumerate(zip(requests, guesses, strict=True))]
     return _columns(found)
 
 
@@ -432,25 +432,21 @@ def _columns(found: list[Generation]) -> Outputs:
 # the truth
 
 
-def _alone(place: int, request: Generate, guess: Sequence[int], serving: Serving, num: Numerics) -> Generation:
+def _alone(place: int, request: Generate, guess: Sequence[int], serving: Serving) -> Generation:
     """The stream of one request. As long as a guess is right, one pass over all of it gives its logits.
 
     The model is causal, so a row does not depend on the guess behind it; from the first wrong token on every sequence
     is computed anew.
     """
     done, params = Generation(id=place, request=request), request.params.drawn
-    behind = stateless_logits([*request.prompt, *guess], serving, num=num)[len(request.prompt) - 1 :]
+    behind = stateless_logits([*request.prompt, *guess], serving)[len(request.prompt) - 1 :]
     while done.finish is Finish.OPEN:
         made = done.tokens
         logits_v = (
-            behind[len(made)]
-            if made == guess[: len(made)]
-            else stateless_logits([*request.prompt, *made], serving, num=num)[-1]
+            behind[len(made)] if made == guess[: len(made)] else stateless_logits([*request.prompt, *made], serving)[-1]
         )
         logits_tv = _masked(logits_v[None].to(torch.float32), request, made, serving)
-        token, logprob = _drawn(
-            logits_tv, params, request.params.temperature, len(request.prompt) + len(made), serving, num
-        )
+        token, logprob = _drawn(logits_tv, params, request.params.temperature, len(request.prompt) + len(made), serving)
         done.tokens.append(token)
         done.logprobs.append(logprob)
         if token == serving.eos:
@@ -470,7 +466,7 @@ def _masked(logits_tv: Tensor, request: Generate, made: list[int], serving: Serv
 
 
 def _drawn(
-    logits_tv: Tensor, params: SamplingParams, asked: float, position: int, serving: Serving, num: Numerics
+    logits_tv: Tensor, params: SamplingParams, asked: float, position: int, serving: Serving
 ) -> tuple[int, float]:
     """A token and its log-probability; greedy tokens under ARGMAX are measured at temperature 1 without filters."""
     is_argmax = asked < LEAST_TEMPERATURE and serving.greedy is Greedy.ARGMAX
@@ -483,7 +479,6 @@ def _drawn(
         torch.tensor([params.seed]),
         stream_t,
         draw=serving.draw,
-        num=num,
     )
     token = int(argmax_tokens(logits_tv)[0] if is_argmax else token_t)
     return token, float(logprob_tv[0, token])
