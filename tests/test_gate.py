@@ -335,7 +335,7 @@ def test_a_case_file_may_not_name_foreign_types():
 
 def test_a_change_touches_the_components_that_import_it():
     assert changed.affected_components(["reference/vision.py"]) == ("vision",)
-    assert changed.affected_components(["reference/mla.py"]) == ("block", "dsa", "mla", "mtp")
+    assert changed.affected_components(["reference/mla.py"]) == ("block", "dsa", "engine", "mla", "model", "mtp")
     assert set(changed.affected_components(["reference/rope.py"])) >= {"rope", "mla"}
     assert set(changed.affected_components(["kernels/triton_ops/quant.py"])) >= {"quant", "rms_norm"}
     assert "sparse_attn" in changed.affected_components(["parity/gate.py"])
