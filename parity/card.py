@@ -24,6 +24,7 @@ from .rules import Rule
 Inputs = dict[str, Any]  # keyword arguments of the reference function, without `num`
 Outputs = dict[str, torch.Tensor]
 
+PROMISES = ("bit-equal", "within contract", "different")
 REGIMES = ("normal", "peaked", "flat", "mean1")  # every card draws them: the rules are blind to faults without them
 
 
@@ -56,7 +57,7 @@ class Relation:
 
     `hook` is what the named relation of `parity/relations.py` needs to know about this operation, for example how
     to permute its pages. With `promise="bit-equal"` one differing byte fails; with `"within contract"` the variant
-    is judged by the rules of the outputs.
+    is judged by the rules of the outputs; `"different"` is for what must not be equal.
     """
 
     name: str
@@ -67,8 +68,8 @@ class Relation:
     only: Callable[[Any], bool] = lambda case: True
 
     def __post_init__(self) -> None:
-        if self.promise not in ("bit-equal", "within contract"):
-            raise ValueError(f"promise: expected 'bit-equal' or 'within contract', got {self.promise!r}")
+        if self.promise not in PROMISES:
+            raise ValueError(f"promise: expected one of {PROMISES}, got {self.promise!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

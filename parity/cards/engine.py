@@ -341,6 +341,7 @@ RELATIONS = (
     Relation(
         name="declared_difference",
         axis="what is not promised",
+        promise="different",
         hook=not_promised,
         only=lambda case: 0 < case.requests < 20 and not case.only and case.generation in ("toy", "v41"),
     ),
