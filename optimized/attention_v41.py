@@ -20,11 +20,8 @@ from deeptwin.reference.config import (
     Q8,
     FusedStore,
     PageLayout,
-    Pairing,
     RecordTap,
-    RopeSpan,
     TwoCaches,
-    WeightCast,
 )
 from deeptwin.reference.csa2_config import CastPoints, Csa2Config
 from deeptwin.reference.csa2_state import Csa2Caches, Csa2Step
@@ -35,9 +32,8 @@ from .compressor import compress_decode_triton, compress_prefill_triton, compres
 from .indexer import index_queries_triton, index_scores_paged_triton, index_weights_triton
 from .kv_cache import load_records_triton, norm_rope_store_triton, store_records_triton
 from .linear import linear_codes_triton, linear_quant_triton, linear_triton
+from .products_v4 import layer_norm, rotated
 from .quant import quantize_triton
-from .rms_norm import rms_norm_triton
-from .rope import rope_triton
 from .sparse_attn import two_cache_attn_decode_triton, two_cache_attn_triton
 from .topk import (
     candidate_blocks_triton,
@@ -231,21 +227,3 @@ def csa2_compact_triton(step: Csa2Step, *, config: Csa2Config) -> tuple[Tensor, 
 
 def _product(x_q: Tensor, x_sf: Tensor, w_q: Tensor, w_sf: Tensor) -> Tensor:
     return linear_codes_triton(x_q, x_sf, w_q, w_sf, x_fmt=Q8, w_fmt=FP8_32X32)
-
-
-def layer_norm(x_tm: Tensor, weight_m: Tensor, config: Csa2Config) -> Tensor:
-    """RMSNorm as every norm of the text model does it."""
-    return rms_norm_triton(x_tm, weight_m, eps=config.eps, cast=WeightCast.AFTER_WEIGHT)
-
-
-def rotated(
-    x_thd: Tensor,
-    table_sr: Tensor,
-    positions_t: Tensor,
-    *,
-    inverse: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """The last channels of every head turned by the angles of its position."""
-    pairing, span = Pairing.INTERLEAVED, RopeSpan.LAST
-    return rope_triton(x_thd, table_sr, positions_t, pairing=pairing, span=span, inverse=inverse, dtype=dtype)

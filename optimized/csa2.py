@@ -19,11 +19,10 @@ from .attention_v41 import (
     csa2_attention_triton_,
     csa2_compact_triton,
     csa2_compress_triton_,
-    layer_norm,
     projected,
-    rotated,
 )
 from .linear import linear_codes_triton
+from .products_v4 import layer_norm, rotated
 from .quant import quantize_triton
 
 if TYPE_CHECKING:

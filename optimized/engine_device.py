@@ -197,17 +197,14 @@ class ModelDevice:
         """Draft behind the newest token of every request; the scheduler is told how likely the drafts are."""
         if self.pool is None:
             return results
-        tracks, params = [self.tracks[item.id] for item in items], [self.jobs[item.id].params for item in items]
+        tracks = [self.tracks[item.id] for item in items]
         requests = DraftRequests(
             golden_b=self._tensor([track.tokens[-1] for track in tracks]),
             first_b=self._tensor(starts),
             accepted_b=self._tensor([results[item.id].accepted for item in items]),
             state_b=self._tensor([track.slot for track in tracks]),
             valid_b=self._tensor([track.valid for track in tracks]),
-            temperature_b=self._tensor([p.temperature for p in params]),
-            top_p_b=self._tensor([p.top_p for p in params]),
-            top_k_b=self._tensor([p.top_k for p in params]),
-            seed_b=self._tensor([_signed(p.seed) for p in params]),
+            **self._asked(items),
         )
         ids = tuple(item.id for item in items)
         drafted = self.drafter.propose(DraftBatch(requests=requests, ids=ids, table_bp=self._table(items)))
@@ -229,17 +226,13 @@ class ModelDevice:
         logits_tv = self.runner.plan.op("sampling.mask_logits")(
             logits_tv, self.banned_v, no_eos_t, allowed_ti, eos=self.sampling.eos
         )
-        params = [self.jobs[item.id].params for item in items]
         found = verify(
             logits_tv,
             VerifyRows(
                 length_b=length_b,
                 position_b=self._tensor([len(track.tokens) for track in tracks]),
                 slot_b=self._slots(items),
-                temperature_b=self._tensor([p.temperature for p in params]),
-                top_p_b=self._tensor([p.top_p for p in params]),
-                top_k_b=self._tensor([p.top_k for p in params]),
-                seed_b=self._tensor([_signed(p.seed) for p in params]),
+                **self._asked(items),
                 stop_bk=self._tensor([[-1]] * len(items)),  # the scheduler stops
             ),
             self.pool,
@@ -249,6 +242,16 @@ class ModelDevice:
             forced_t=self._forced(items, rows),
         )
         return {item.id: self._emitted(item.id, found, b) for b, item in enumerate(items)}
+
+    def _asked(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """How every request draws, as columns."""
+        params = [self.jobs[item.id].params for item in items]
+        return {
+            "temperature_b": self._tensor([p.temperature for p in params]),
+            "top_p_b": self._tensor([p.top_p for p in params]),
+            "top_k_b": self._tensor([p.top_k for p in params]),
+            "seed_b": self._tensor([_signed(p.seed) for p in params]),
+        }
 
     def _forced(self, items: Sequence[Item], rows: Sequence[int]) -> Tensor | None:
         """The tokens that must come, -1 where a request leaves the row free; None if nobody forces any."""
@@ -296,16 +299,11 @@ class ModelDevice:
                 job.failure = f"the grammar refuses token {token}"
                 return
         job.fed = len(made)
-        taken = 0
-        drafts = [] if self.pool is None else self._drafts(track)
-        for j, mask_i in enumerate(allowed_ji):
-            if j and not automaton.accept(drafts[j - 1]):
-                break  # this draft cannot be accepted, so no later row is looked at
-            taken = j
-            if not automaton.write_mask(mask_i) and j == 0:
-                job.failure = "the grammar leaves no token"
-                mask_i.fill_(-1)
-        automaton.rollback(taken)
+        rows = automaton.write_masks([] if self.pool is None else self._drafts(track), allowed_ji)
+        if not rows:
+            job.failure = "the grammar leaves no token"
+            return
+        allowed_ji[rows:] = 0  # nothing may come from these
 
     def _drafts(self, track: Track) -> list[int]:
         assert self.pool is not None

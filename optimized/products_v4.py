@@ -1,4 +1,5 @@
-"""Products, norm and rotation as all attention layers of V4 take them; the contract is `reference/v4_layer.py`."""
+"""Products as all attention layers of V4 take them, and norm and rotation of V4.1 too; the contract is
+`reference/v4_layer.py`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from deeptwin.reference.config import (
     V4AttnConfig,
     WeightCast,
 )
+from deeptwin.reference.csa2_config import Csa2Config
 
 from .linear import linear_codes_triton, linear_quant_triton, linear_triton
 from .rms_norm import rms_norm_triton
@@ -31,7 +33,7 @@ def product_of_codes(x_q: Tensor, x_sf: Tensor, w_q: Tensor, w_sf: Tensor) -> Te
     return linear_codes_triton(x_q, x_sf, w_q, w_sf, x_fmt=FP8_1X128_UE8M0, w_fmt=FP8_128X128_UE8M0)
 
 
-def layer_norm(x_tm: Tensor, weight_m: Tensor, config: V4AttnConfig) -> Tensor:
+def layer_norm(x_tm: Tensor, weight_m: Tensor, config: V4AttnConfig | Csa2Config) -> Tensor:
     """RMSNorm as every norm of a layer does it."""
     return rms_norm_triton(x_tm, weight_m, eps=config.eps, cast=WeightCast.AFTER_WEIGHT)
 

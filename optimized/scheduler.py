@@ -34,6 +34,7 @@ from deeptwin.reference.serving_checks import (
     expect_votes,
 )
 
+NO_RATES = ((-1, ()), (-1, ()))  # of no step
 TRUSTED = 0.5  # a draft whose survival reaches this is worth a row: the toy's performance curve
 
 
@@ -248,7 +249,7 @@ class Request:
     max_tokens: int
     committed: int = 0
     blocks: tuple[int, ...] = ()
-    rates: tuple[tuple[int, tuple[float, ...]], ...] = ((-1, ()), (-1, ()))
+    rates: tuple[tuple[int, tuple[float, ...]], ...] = NO_RATES
     has_drafts: bool = False
     scheduled: int = 0
     processed: int = 0
@@ -395,11 +396,7 @@ class Scheduler:
         """The request starts again from its tokens, at the front of the queue."""
         state = self.release(state, request_id).without([request_id])
         request = state.requests[request_id]
-        nothing = Request(id=request.id, tokens=(), prompt=0, max_tokens=0)
-        fresh = replace(
-            request,
-            **{name: getattr(nothing, name) for name in ("committed", "rates", "has_drafts", "scheduled", "processed")},
-        )
+        fresh = replace(request, committed=0, rates=NO_RATES, has_drafts=False, scheduled=0, processed=0)
         return replace(state.put(fresh), waiting=(request_id, *state.waiting))
 
     def reclaim(self, state: EngineState) -> EngineState:

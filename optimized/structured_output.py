@@ -7,6 +7,7 @@ needed to go back. xgrammar, of the extra `engine`, compiles the grammar (writte
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -73,19 +74,11 @@ def speculative_masks_xgrammar(
     place = (automaton or Automaton)(vocabulary, request, history=drafts + 2)
     for s in range(steps):
         emitted = [token for token in emitted_sj[s].tolist() if token >= 0]
-        if not all(place.accept(token) for token in emitted) or not place.write_mask(mask_sjw[s, 0]):
-            mask_sjw[s, 0] = -1
+        if not all(place.accept(token) for token in emitted):
             break
-        taken, rows = 0, 1
-        for row, token in enumerate(draft_sg[s].tolist(), start=1):
-            if not place.accept(token):
-                break
-            taken += 1
-            if not place.write_mask(mask_sjw[s, row]):
-                mask_sjw[s, row] = -1
-                break
-            rows += 1
-        place.rollback(taken)
+        rows = place.write_masks(draft_sg[s].tolist(), mask_sjw[s])
+        if not rows:
+            break
         rows_s[s], status_s[s] = rows, int(GrammarStatus.RUNNING)
     return mask_sjw, rows_s, status_s
 
@@ -205,6 +198,25 @@ class Automaton:
         filled[0, -1] &= self.last_word
         mask_w.copy_(filled[0])
         return bool(mask_w.any())
+
+    def write_masks(self, drafts: Sequence[int], mask_jw: Tensor) -> int:
+        """Fill the masks of a step: row 0 is that of the next token, row k + 1 stands behind drafts 0 … k.
+
+        Drafts are accepted for the time being. Returns how many rows, from the first on, a token may come from; the
+        masks of all others are all ones.
+        """
+        mask_jw.fill_(-1)
+        taken = rows = 0
+        for row, mask_w in enumerate(mask_jw):
+            if row and not self.accept(drafts[row - 1]):
+                break
+            taken = row
+            if not self.write_mask(mask_w):
+                mask_w.fill_(-1)
+                break
+            rows += 1
+        self.rollback(taken)
+        return rows
 
 
 def _fallback(trigger: tuple[int, ...]) -> list[int]:

@@ -85,6 +85,7 @@ class Serving:
 
 
 Outputs = tuple[Tensor, Tensor, Tensor]  # token_bn int32, -1 behind; logprob_bn fp32, 0 behind; finish_b int32
+Served = Callable[..., Outputs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,99 +102,66 @@ class Parts:
 RIGHT = Parts()
 
 
+def on_columns(run: Callable[[list[Generate], list[int], Serving, torch.device], list[Generation]]) -> Served:
+    """`run` as the card calls it: requests and arrivals are columns of a draw, and so is what they get."""
+
+    def served(
+        prompt_bs: Tensor,
+        length_b: Tensor,
+        max_tokens_b: Tensor,
+        arrival_b: Tensor,
+        temperature_b: Tensor,
+        top_p_b: Tensor,
+        seed_b: Tensor,
+        *,
+        serving: Serving,
+    ) -> Outputs:
+        where = prompt_bs.device
+        requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
+        token_bn, logprob_bn, finish_b = _columns(run(requests, arrival_b.tolist(), serving, where))
+        return token_bn.to(where), logprob_bn.to(where), finish_b.to(where)
+
+    served.__doc__ = run.__doc__
+    return served
+
+
+@on_columns
 def serve_reference(
-    prompt_bs: Tensor,
-    length_b: Tensor,
-    max_tokens_b: Tensor,
-    arrival_b: Tensor,
-    temperature_b: Tensor,
-    top_p_b: Tensor,
-    seed_b: Tensor,
-    *,
-    serving: Serving,
-) -> Outputs:
+    requests: list[Generate], arrivals: list[int], serving: Serving, where: torch.device
+) -> list[Generation]:
     """The engine on functions of the reference: what is judged is scheduling, caches, drafts and drawing."""
-    rows = (prompt_bs, length_b, max_tokens_b, arrival_b, temperature_b, top_p_b, seed_b)
-    return serve_with(*rows, serving=serving, parts=RIGHT)
+    return serve(requests, arrivals, serving=serving, backend="reference")
 
 
-def serve_with(
-    prompt_bs: Tensor,
-    length_b: Tensor,
-    max_tokens_b: Tensor,
-    arrival_b: Tensor,
-    temperature_b: Tensor,
-    top_p_b: Tensor,
-    seed_b: Tensor,
-    *,
-    serving: Serving,
-    parts: Parts,
-) -> Outputs:
-    """`serve_reference` with other parts."""
-    requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    return _columns(serve(requests, arrival_b.tolist(), serving=serving, backend="reference", parts=parts))
-
-
+@on_columns
 def serve_triton(
-    prompt_bs: Tensor,
-    length_b: Tensor,
-    max_tokens_b: Tensor,
-    arrival_b: Tensor,
-    temperature_b: Tensor,
-    top_p_b: Tensor,
-    seed_b: Tensor,
-    *,
-    serving: Serving,
-) -> Outputs:
+    requests: list[Generate], arrivals: list[int], serving: Serving, where: torch.device
+) -> list[Generation]:
     """The engine on Triton kernels."""
-    requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    where = prompt_bs.device
-    found = serve(requests, arrival_b.tolist(), serving=serving, backend="triton", where=where)
-    token_bn, logprob_bn, finish_b = _columns(found)
-    return token_bn.to(where), logprob_bn.to(where), finish_b.to(where)
+    return serve(requests, arrivals, serving=serving, backend="triton", where=where)
 
 
+@on_columns
 def serve_shapes(
-    prompt_bs: Tensor,
-    length_b: Tensor,
-    max_tokens_b: Tensor,
-    arrival_b: Tensor,
-    temperature_b: Tensor,
-    top_p_b: Tensor,
-    seed_b: Tensor,
-    *,
-    serving: Serving,
-) -> Outputs:
+    requests: list[Generate], arrivals: list[int], serving: Serving, where: torch.device
+) -> list[Generation]:
     """The shapes of what comes out, for runs that are compared among themselves alone."""
-    requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
-    return _columns([Generation(id=place, request=request) for place, request in enumerate(requests)])
+    return [Generation(id=place, request=request) for place, request in enumerate(requests)]
 
 
+@on_columns
 def serve_alone(
-    prompt_bs: Tensor,
-    length_b: Tensor,
-    max_tokens_b: Tensor,
-    arrival_b: Tensor,
-    temperature_b: Tensor,
-    top_p_b: Tensor,
-    seed_b: Tensor,
-    *,
-    serving: Serving,
-) -> Outputs:
+    requests: list[Generate], arrivals: list[int], serving: Serving, where: torch.device
+) -> list[Generation]:
     """Every request by itself, without caches, batches or drafts.
 
     It runs under CONTRACT alone: a run has too many marks to be kept, and no other arithmetic has the same tokens.
     An engine's answer is the guess that makes this affordable; where it is wrong, the truth is what comes out.
-
-    Raises:
-        ValueError: shapes disagree, or a prompt is empty or has tokens outside the vocabulary.
     """
-    requests = requests_of(prompt_bs, length_b, max_tokens_b, temperature_b, top_p_b, seed_b, serving=serving)
     names = ("generation", "vocab", "eos", "seed", "layers", "greedy", "draw", "grammars")
     plain = Serving(**{name: getattr(serving, name) for name in names}, max_requests=96, budget=4096)
     guesses = [done.tokens for done in serve(requests, [0] * len(requests), serving=plain, backend="reference")]
-    found = [_alone(i, *pair, serving) for i, pair in enumerate(zip(requests, guesses, strict=True))]
-    return _columns(found)
+    return [_alone(i, *pair, serving) for i, pair in enumerate(zip(requests, guesses, strict=True))]
 
 
 def requests_of(
@@ -206,7 +174,11 @@ def requests_of(
     *,
     serving: Serving,
 ) -> list[Generate]:
-    """The rows of a draw as requests."""
+    """The rows of a draw as requests.
+
+    Raises:
+        ValueError: a prompt is empty, or has tokens outside the vocabulary.
+    """
     found = []
     for b, length in enumerate(length_b.tolist()):
         prompt = tuple(prompt_bs[b, :length].tolist())
@@ -243,12 +215,11 @@ def serve(
     found: dict[int, Generation] = {}
     step = 0
     order = sorted(range(len(requests)), key=lambda i: (arrivals[i], i))
-    names: dict[int, int] = {}
     while order or engine.has_work:
         while order and arrivals[order[0]] <= step:
             place = order.pop(0)
             name = engine.submit(requests[place])
-            names[name], found[place] = place, engine.open[name]
+            found[place] = engine.open[name]
             if isinstance(engine.device.drafter, ScriptedDrafter):
                 engine.device.drafter.streams = dict(engine.device.drafter.streams) | {name: streams[place]}
         engine.step()
@@ -272,7 +243,7 @@ def engine_for(
     config = EngineConfig(
         scheduler=limits,
         sampling=Sampling(draw=serving.draw, greedy=serving.greedy, eos=serving.eos),
-        prefix=exact_reuse(serving.generation, block=serving.page, recompute=_recomputed(serving))
+        prefix=exact_reuse(serving.generation, block=serving.page, recompute=max(_kept(serving), 1))
         if serving.warm
         else None,
         vocabulary=vocabulary_of(serving.vocab) if serving.grammars else None,
@@ -329,8 +300,8 @@ def runner_for(
         return ToyRunner(plan, vocab=serving.vocab, **sizes)
     config, weights = _model(serving, where)
     if serving.generation == "v41":
-        keep = 0 if serving.truncation is Truncation.OFF else config.csa2.plan.ring
-        config = replace(config, csa2=replace(config.csa2, truncation=serving.truncation, keep=keep))
+        kept = replace(config.csa2, truncation=serving.truncation, keep=_kept(serving))
+        config = replace(config, csa2=kept)
     return runner_of(
         config,
         weights,
@@ -385,10 +356,10 @@ def _placed(value: Any, where: str) -> Any:
     return replace(value, **{one.name: _placed(getattr(value, one.name), where) for one in fields(value)})
 
 
-def _recomputed(serving: Serving) -> int:
-    """Tokens that a hit leaves to be computed: K where decoder layers are replayed."""
+def _kept(serving: Serving) -> int:
+    """Tokens at the end of a prompt that bounded replay keeps; 0: nothing is replayed."""
     if serving.truncation is Truncation.OFF or serving.generation != "v41":
-        return 1
+        return 0
     config, _ = _model(serving)
     return int(config.csa2.plan.ring)
 

@@ -2,7 +2,8 @@
 
 `serve` runs the engine on a tiny model of every generation, and on a toy whose hidden state is a hash of all its caches
 hold. Every axis of `RELATIONS` changes one thing that must not matter; what the engine does not promise must differ.
-`score` forces the tokens, so that the log-probabilities of two arithmetics can be compared step by step.
+`serve_kernels` is the engine on kernels, whose runs are compared with one another: a device tries every axis, the
+interpreter the smallest case.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from deeptwin.reference.rope import softmax_scale
 from deeptwin.reference.v4_state import V4Caches
 from deeptwin.reference.weights import MlaWeights
 
-from ..serving import Outputs, Parts, Serving, serve_with
+from ..serving import Parts, Served, on_columns, serve
 
 HERE = "deeptwin.parity.mutants.engine"
 
@@ -354,22 +354,12 @@ PARTS = {
 }
 
 
-def _serving(name: str) -> Callable[..., Outputs]:
-    def serve(
-        prompt_bs: Tensor,
-        length_b: Tensor,
-        max_tokens_b: Tensor,
-        arrival_b: Tensor,
-        temperature_b: Tensor,
-        top_p_b: Tensor,
-        seed_b: Tensor,
-        *,
-        serving: Serving,
-    ) -> Outputs:
-        rows = (prompt_bs, length_b, max_tokens_b, arrival_b, temperature_b, top_p_b, seed_b)
-        return serve_with(*rows, serving=serving, parts=PARTS[name])
-
-    return serve
+def _serving(name: str) -> Served:
+    return on_columns(
+        lambda requests, arrivals, serving, where: serve(
+            requests, arrivals, serving=serving, backend="reference", parts=PARTS[name]
+        )
+    )
 
 
 stale_ring = _serving("stale_ring")
