@@ -384,6 +384,17 @@ NORM = Op(
 )
 
 
+# the library casts in groups of 32 with UE8M0 scales only
+TILE_KERNELS_QUANT = Candidate(
+    name="tile-kernels",
+    function="deeptwin.optimized.rms_norm:rms_norm_quant_tile_kernels",
+    archs=("sm90",),
+    needs=("tile_kernels",),
+    declines=outside_tile_kernels,
+    required=False,
+)
+
+
 def _quant_op(
     name: str, formats: Callable[[bool], list[NormCase]], sf: torch.dtype, golden: Any, builds: tuple[BuildCase, ...]
 ) -> Op:
@@ -405,14 +416,7 @@ def _quant_op(
         ),
         candidates=(
             Candidate(name="triton", function="deeptwin.optimized.rms_norm:rms_norm_quant_triton"),
-            Candidate(
-                name="tile-kernels",
-                function="deeptwin.optimized.rms_norm:rms_norm_quant_tile_kernels",
-                archs=("sm90",),
-                needs=("tile_kernels",),
-                declines=outside_tile_kernels,
-                required=False,
-            ),
+            *(() if sf is torch.float32 else (TILE_KERNELS_QUANT,)),
         ),
         builds=builds,
         mutants=(
