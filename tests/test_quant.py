@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from fractions import Fraction
 from itertools import pairwise
 
@@ -14,7 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.quant import dequantize_triton, quantize_triton
+from deeptwin.optimized.quant import (
+    dequantize_tile_kernels,
+    dequantize_triton,
+    quantize_tile_kernels,
+    quantize_triton,
+)
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
 from deeptwin.reference import quant
@@ -360,6 +366,10 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
     assert judged.faults("quant") == []
 
 
+def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faults) -> None:
+    assert tile_kernels_faults("quant") == []
+
+
 # batch invariance
 
 
@@ -386,7 +396,7 @@ def test_non_finite_input_is_refused(bad: float) -> None:
             op(x, fmt=Q8)
 
 
-@pytest.mark.parametrize("op", [quantize, fake_quantize, quantize_triton])
+@pytest.mark.parametrize("op", [quantize, fake_quantize, quantize_triton, quantize_tile_kernels])
 def test_bad_input_of_quantize_and_fake_quantize_is_refused(op) -> None:
     with pytest.raises(ValueError, match="x_tm: expected 2 dims"):
         op(torch.ones(32), fmt=Q8)
@@ -396,7 +406,7 @@ def test_bad_input_of_quantize_and_fake_quantize_is_refused(op) -> None:
         op(torch.ones(2, 32, dtype=torch.int32), fmt=Q8)
 
 
-@pytest.mark.parametrize("op", [dequantize, dequantize_triton])
+@pytest.mark.parametrize("op", [dequantize, dequantize_triton, dequantize_tile_kernels])
 def test_bad_input_of_dequantize_is_refused(op) -> None:
     codes, sf = quantize(torch.ones(2, 64), fmt=Q8)
     with pytest.raises(TypeError, match="codes: expected torch.float8_e4m3fn, got torch.uint8"):
@@ -434,6 +444,30 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
         quantize_triton(torch.ones(2, 32), fmt=Q8, out=(codes[:1], sf))
     with pytest.raises(TypeError, match="out: expected torch.bfloat16"):
         dequantize_triton(codes, sf, fmt=Q8, out=torch.empty(2, 32))
+
+
+def test_what_tile_kernels_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tile_kernels", None)  # as if it were not installed
+    x = torch.ones(2, 64)
+    codes, sf = quantize(x, fmt=Q8)
+    for call in (lambda: quantize_tile_kernels(x, fmt=Q8), lambda: dequantize_tile_kernels(codes, sf, fmt=Q8)):
+        with pytest.raises(NotImplementedError, match="tile_kernels: expected tile-kernels 2.x, got none"):
+            call()
+    for fmt in (FP8_128X128, FP8_32X32, dataclasses.replace(Q8, group=2)):
+        with pytest.raises(NotImplementedError, match="fmt: expected groups of 16, 32, 64 or 128 in a row, got"):
+            quantize_tile_kernels(x, fmt=fmt)
+    for bad in (x[:, :32], x.half()):
+        with pytest.raises(NotImplementedError, match="x_tm: expected 64·n columns in bf16 or fp32, got"):
+            quantize_tile_kernels(bad, fmt=Q8)
+    with pytest.raises(NotImplementedError, match="dtype, codes: expected 64·n columns in bf16 or fp32, got 64"):
+        dequantize_tile_kernels(codes, sf, fmt=Q8, dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="dtype, codes: expected 64·n columns in bf16 or fp32, got 32"):
+        dequantize_tile_kernels(codes[:, :32], sf[:, :1], fmt=Q8)
+
+
+def test_a_floor_that_is_not_the_library_s_is_declined(tile_kernels_faults) -> None:
+    with pytest.raises(NotImplementedError, match="fmt: expected the library's floor 0.0001, got 0.5 of q8"):
+        quantize_tile_kernels(torch.ones(1, 64), fmt=dataclasses.replace(Q8, amax_floor=0.5))
 
 
 def test_bad_input_of_block_values_is_refused() -> None:

@@ -53,12 +53,17 @@ def per_token_cast(
     use_packed_ue8m0: bool = False,
     use_e4m3_sf: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    assert x.is_contiguous()
     assert x.shape[1] % 64 == 0
-    if not x.numel():
-        dtype = torch.float8_e4m3fn if fmt == "e4m3" else torch.int8
-        return torch.empty(x.shape, dtype=dtype), torch.empty(0, x.shape[1] // num_per_channels)
-    codes, sf = _torch("cast").cast(x, fmt, (1, num_per_channels), round_sf=round_sf, use_e4m3_sf=use_e4m3_sf)
+    return _cast(x, fmt, num_per_channels, round_sf, use_packed_ue8m0, use_e4m3_sf)
+
+
+def _cast(
+    x: Tensor, fmt: str, group: int, round_sf: bool, use_packed_ue8m0: bool, use_e4m3_sf: bool = False
+) -> tuple[Tensor, Tensor]:
+    assert x.is_contiguous()
+    codes, sf = _torch("cast").cast(x, fmt, (1, group), round_sf=round_sf, use_e4m3_sf=use_e4m3_sf)
+    if use_e4m3_sf and not x.numel():
+        sf = sf.to(torch.float8_e4m3fn)
     return codes, _packed_rows(sf) if use_packed_ue8m0 else sf.contiguous()
 
 
@@ -86,7 +91,7 @@ def norm_forward_and_per_token_cast(
     with_out_bf16: bool = False,
 ) -> tuple[tuple[Tensor, Tensor], Tensor, None, Tensor]:
     y = norm_forward(x, weight, eps)[0]
-    return per_token_cast(y, fmt, num_per_channels, round_sf, use_packed_ue8m0), y, None, x
+    return _cast(y, fmt, num_per_channels, round_sf, use_packed_ue8m0), y, None, x
 
 
 def apply_rotary(
@@ -116,7 +121,7 @@ def swiglu_forward_and_per_token_cast(
     clamp_value: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     y = swiglu_forward(x, "fp32", topk_weights, clamp_value)
-    return per_token_cast(y, fmt, num_per_channels, round_sf, use_packed_ue8m0)
+    return _cast(y, fmt, num_per_channels, round_sf, use_packed_ue8m0)
 
 
 def moe_topk_gate_forward(
@@ -159,12 +164,13 @@ def engram_gate_fwd(
     save_for_backward: bool,
     image_token_mask: Tensor,
 ) -> tuple[Tensor]:
-    ones = torch.ones_like(weight_fused)
-    return (
-        _torch("engram").engram_gate_ref(
-            hidden_states, kv, weight_fused, ones, clamp_value, eps, image_token_mask=image_token_mask
-        ),
-    )
+    """As the CUDA kernel has it: the torch reference takes sign(d), the kernel copies the sign."""
+    x, key, value = hidden_states.float(), kv[:, :-1].float(), kv[:, -1:].float()
+    rstd = [torch.rsqrt(y.square().mean(-1) + eps) for y in (x, key)]
+    dot = (x * weight_fused * key).sum(-1) * rstd[0] * rstd[1] * x.shape[-1] ** -0.5
+    gate = torch.copysign(dot.abs().clamp_min(clamp_value).sqrt(), dot).sigmoid()
+    gated = (x + gate[..., None] * value).bfloat16()
+    return (torch.where(image_token_mask[:, None, None], hidden_states, gated),)
 
 
 def mhc_post_fwd(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
@@ -239,3 +245,13 @@ def mhc_pre_big_fuse_fwd(
     mhc_pre_split_mixes_fwd(mixes, scale, base, pre, post, logits, post_mult, pre_eps)
     comb.copy_(_torch("mhc").sinkhorn_normalize_ref(logits.view(t, n, n), int(repeat), sinkhorn_eps).flatten(1))
     mhc_pre_apply_mix_fwd(residual, pre, out)
+
+
+def partials(stream: Tensor, fn: Tensor) -> Tensor:
+    """In the place of our projection, which needs a device: two splits of the flat stream, square sums last."""
+    flat, (t, half) = stream.flatten(1).double(), (len(stream), fn.shape[1] // 2)
+    parts = []
+    for split in (slice(None, half), slice(half, None)):
+        rows = flat[:, split]
+        parts.append(torch.cat([rows @ fn[:, split].double().T, rows.square().sum(1, keepdim=True)], 1).T)
+    return torch.stack(parts).float().view(2, -1, t)
