@@ -27,6 +27,7 @@ from deeptwin.reference import quant
 from deeptwin.reference.config import (
     FP8_1X128,
     FP8_1X128_UE8M0,
+    FP8_32X32,
     FP8_128X128,
     MXFP4,
     Q4I,
