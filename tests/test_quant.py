@@ -22,7 +22,12 @@ from deeptwin.optimized.quant import (
     quantize_triton,
 )
 from deeptwin.parity import goldens
-from deeptwin.parity.card import load_card
+from deeptwin.parity.card import case_rng, load_card
+from deeptwin.parity.guard import Call
+from deeptwin.parity.judge import judge
+from deeptwin.parity.mutants import quant as mutants
+from deeptwin.parity.oracles import OracleSet
+from deeptwin.parity.outcome import Status
 from deeptwin.reference import quant
 from deeptwin.reference.config import (
     FP8_1X128,
@@ -369,6 +374,39 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
 
 def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faults) -> None:
     assert tile_kernels_faults("quant") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        (
+            "quantize_e4m3_f32",
+            ("f32_multiplies_by_448_over_amax", "f32_multiplies_by_reciprocal", "right_division"),
+            ("f32_codes_truncated", "f32_scale_rounded_up", "f32_scale_by_reciprocal", "f32_no_floor"),
+        ),
+        (
+            "quantize_e2m1_e4m3",
+            ("q4k_multiplies_by_reciprocal", "right_division"),
+            ("q4k_divides_by_unrounded_scale", "q4k_scale_truncated", "q4k_high_nibble_first", "q4k_no_floor"),
+        ),
+    ],
+)
+def test_codes_by_a_rounded_inverse_have_a_rule_that_sees_other_faults(
+    name: str, right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    """The rule of the vendor's row, on mutants: a product with a rounded inverse passes, any other fault does not."""
+    op = CARD.op(name)
+    rules = dict(next(row for row in op.candidates if row.name == "tile-kernels").rules)
+    cases = [case for case in op.cases(False) if case.format.rows == 1 and case.dtype != "fp16"]
+    inputs = [op.draw(case, case_rng("quant", name, case.id, 0)) for case in cases]
+
+    def passes(variant: str) -> bool:
+        call = Call(getattr(mutants, variant), op)
+        found = (verdict for one in inputs for verdict in judge(call(one), OracleSet(op, one), rules))
+        return all(verdict.status is Status.PASSED for verdict in found)
+
+    assert [variant for variant in right if not passes(variant)] == []
+    assert [variant for variant in wrong if passes(variant)] == []
 
 
 # batch invariance
