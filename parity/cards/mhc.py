@@ -746,14 +746,14 @@ BOUNDARY = Op(
             axis="update alone",
             hook=update_alone,
             partner="mhc_post",
-            only=lambda case: case.width <= 48 or case.regime == "peaked",
+            only=lambda case: case.width <= 48 or case.regime == "peaked" or _least_of_a_vendor(case),
         ),
         Relation(
             name="fused_equals_steps",
             axis="coefficients of the stored stream",
             hook=coefficients_alone,
             partner="mhc_mixes",
-            only=lambda case: case.width <= 48,
+            only=lambda case: case.width <= 48 or _least_of_a_vendor(case),
         ),
     ),
     candidates=(
