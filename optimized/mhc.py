@@ -167,6 +167,29 @@ def mhc_head_triton(stream_tnm: Tensor, site: MhcSite, *, config: MhcConfig, out
     return kernels.mhc_read(kernels.mhc_head_weights(stream_tnm, *weights, _gates(config)), stream_tnm, out=out)
 
 
+def mhc_expand_tile_kernels(x_tm: Tensor, *, config: MhcConfig) -> tuple[Tensor, Tensor]:
+    """`mhc_expand` by `expand_to_mhc_fwd` of TileKernels 2.1.0 (SM90, SM100); the one-hot coefficients are made here.
+
+    Layout: rows are packed if they are not. Copies: launches repeat, and no token depends on its batch.
+
+    Raises:
+        TypeError: x_tm is not bf16, fp16 or fp32.
+        ValueError: x_tm has not two axes.
+        NotImplementedError: no TileKernels 2.x, another dtype than bf16, or no token.
+    """
+    dims: dict[str, int] = {}
+    expect_shape("x_tm", x_tm, "tm", dims)
+    expect_dtype("x_tm", x_tm, *STORAGE)
+    if x_tm.dtype is not torch.bfloat16 or not dims["t"]:
+        raise NotImplementedError(f"x_tm: expected tokens in bfloat16, got {dims['t']} in {x_tm.dtype}")
+    library = tile_kernels()
+    stream_tnm = x_tm.new_empty(dims["t"], config.streams, dims["m"])
+    library.mhc.expand_to_mhc_fwd(packed(x_tm), stream_tnm)
+    pre_tn = torch.zeros(stream_tnm.shape[:2], dtype=torch.float32, device=x_tm.device)
+    pre_tn[:, 0] = 1
+    return stream_tnm, pre_tn
+
+
 def mhc_apply_tile_kernels(pre_tn: Tensor, stream_tnm: Tensor) -> Tensor:
     """`mhc_apply` by `mhc_pre_apply_mix_fwd` of TileKernels 2.1.0 (SM90, SM100).
 

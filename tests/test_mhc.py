@@ -16,6 +16,7 @@ from deeptwin.optimized.mhc import (
     mhc_apply_triton,
     mhc_boundary_tile_kernels,
     mhc_boundary_triton,
+    mhc_expand_tile_kernels,
     mhc_expand_triton,
     mhc_head_tile_kernels,
     mhc_head_triton,
@@ -397,7 +398,7 @@ def stream_of(width: int = 8) -> Tensor:
     return torch.ones(1, 4, width, dtype=BF16)
 
 
-@pytest.mark.parametrize("op", [mhc_expand, mhc_expand_triton])
+@pytest.mark.parametrize("op", [mhc_expand, mhc_expand_triton, mhc_expand_tile_kernels])
 def test_bad_input_of_mhc_expand_is_refused(op) -> None:
     with pytest.raises(ValueError, match="x_tm: expected 2 dims"):
         op(torch.ones(8), config=MHC_V41)
@@ -562,6 +563,9 @@ def test_what_tile_kernels_declines() -> None:
     ):
         with pytest.raises(NotImplementedError, match="stream_tnm: expected a token, got none"):
             call()
+    for rows in (none[:, 0], torch.ones(1, 128)):
+        with pytest.raises(NotImplementedError, match="x_tm: expected tokens in bfloat16, got"):
+            mhc_expand_tile_kernels(rows, config=v4)
     with pytest.raises(NotImplementedError, match="logits_tnn: expected a matrix, got shape"):
         mhc_sinkhorn_tile_kernels(torch.ones(0, 4, 4), iters=20, eps=1e-6)
     with pytest.raises(TypeError, match="logits_tnn: expected torch.float32"):

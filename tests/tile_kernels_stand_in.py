@@ -23,7 +23,13 @@ def stand_in() -> ModuleType:
         setattr(module, name, SimpleNamespace(**{function.__name__: function for function in functions}))
     module.quant.swiglu_forward = swiglu_forward
     module.quant.swiglu_forward_and_per_token_cast = swiglu_forward_and_per_token_cast
-    mhc = (mhc_post_fwd, mhc_sinkhorn_fwd, mhc_pre_apply_mix_fwd, mhc_reduce_partials_and_rmsnorm_fwd)
+    mhc = (
+        expand_to_mhc_fwd,
+        mhc_post_fwd,
+        mhc_sinkhorn_fwd,
+        mhc_pre_apply_mix_fwd,
+        mhc_reduce_partials_and_rmsnorm_fwd,
+    )
     mhc += (mhc_pre_split_mixes_fwd, mhc_head_compute_mix_fwd, mhc_pre_big_fuse_fwd)
     module.mhc = SimpleNamespace(**{function.__name__: function for function in mhc})
     return module
@@ -171,6 +177,11 @@ def engram_gate_fwd(
     gate = torch.copysign(dot.abs().clamp_min(clamp_value).sqrt(), dot).sigmoid()
     gated = (x + gate[..., None] * value).bfloat16()
     return (torch.where(image_token_mask[:, None, None], hidden_states, gated),)
+
+
+def expand_to_mhc_fwd(x: Tensor, out: Tensor) -> None:
+    assert x.is_contiguous()
+    out.copy_(_torch("mhc").expand_to_mhc_ref(x, out.shape[1]))
 
 
 def mhc_post_fwd(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:

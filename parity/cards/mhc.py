@@ -391,7 +391,17 @@ EXPAND = Op(
     rows={"x_tm": 0},
     out_rows={"stream_tnm": 0, "pre_tn": 0},
     relations=_relations(),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_expand_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_expand_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.mhc:mhc_expand_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=no_token,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="m5120",
