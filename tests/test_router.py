@@ -281,7 +281,8 @@ def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faul
 def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
     outcomes = [o for o in judged("router") if o.check == "batch_invariant" and o.status is Status.PASSED]
     # a replica is chosen by the row in the batch
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates if op.name != "map_replicas"}
+    rows = ((op.name, row) for op in CARD.ops for row in op.candidates if op.name != "map_replicas")
+    promised = {(name, row.name) for name, row in rows if "cpu" in row.archs}
     assert promised <= {(o.op, o.candidate) for o in outcomes}
 
 
