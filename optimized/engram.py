@@ -240,9 +240,8 @@ def engram_gate_tile_kernels(
 ) -> Tensor:
     """`engram_gate` by `fused_weight` and `engram_gate_fwd` of TileKernels 2.1.0 (SM90, SM100).
 
-    Layout: tensors are packed if they are not; the product of the two weights is made here, once a call. The clamp
-    under the root turns a NaN of the dot product, where squares and products overflow, into its least magnitude.
-    Launches repeat, and no token depends on its batch.
+    Layout: tensors are packed if they are not; the product of the two weights is made here, once a call. The sign of d
+    is copied, as ours. Launches repeat, and no token depends on its batch.
 
     Raises:
         TypeError: image_t is not bool, or another tensor is not bf16.

@@ -70,7 +70,7 @@ def swiglu_tile_kernels(
     """`swiglu` by `swiglu_forward` of TileKernels 2.1.0 (SM90, SM100).
 
     Layout: rows and weights are packed if they are not, weights in fp32. Elementwise: launches repeat, and no row
-    depends on its batch. With a limit a NaN becomes the limit.
+    depends on its batch.
 
     Raises:
         TypeError: h_ti, weight_t or dtype is not bf16, fp16 or fp32.
