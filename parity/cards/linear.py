@@ -813,6 +813,9 @@ GROUPED_SILICON = (
     replace(V3_GROUPED, sizes=(200, 5, 0, 195), regime="normal"),
     replace(V3_GROUPED, sizes=(200, 5, 0, 195), x="q8", w="fp8_32x32", regime="normal"),
     replace(V3_GROUPED, x="q8", w="fp8_32x32"),
+    # small enough for relations: rows and mates, and overlapping tiles beside those of the plain product
+    replace(V3_GROUPED, sizes=(3, 0, 5, 1), features=40, width=128),
+    replace(V3_GROUPED, sizes=(193,), features=8, width=128),
 )
 
 
