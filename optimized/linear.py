@@ -193,7 +193,8 @@ def linear_codes_deep_gemm(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """`linear_codes` by the FP8 products of DeepGEMM 2.5.0 (SM90), whose matrix unit cuts sums within 128 products. To
-    fp32 another of its kernels adds to what stands there; it takes the weight's scales row by row.
+    fp32 another of its kernels adds to what stands there; it takes the weight's scales row by row. Scales of rows go in
+    column by column. Run to run and whatever the batch a row has the same bits.
 
     Raises:
         TypeError: as `linear_codes_triton`.
@@ -336,9 +337,9 @@ def linear_grouped_deep_gemm(
     w_fmt: QuantFormat,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """`linear_grouped` to bf16 by DeepGEMM's contiguous grouped product (SM90), as `linear_codes_deep_gemm`. Its tiles
-    have one expert, so experts are moved to multiples of 128 rows where they do not begin there. `sizes` are the
-    numbers of `group_sizes_e` for a caller who knows them: then nothing is read back.
+    """`linear_grouped` to bf16 by DeepGEMM's contiguous grouped product (SM90), with the bits of
+    `linear_codes_deep_gemm`. Its tiles have one expert, so experts are moved to multiples of 128 rows where they do not
+    begin there. `sizes` are the numbers of `group_sizes_e` for a caller who knows them: then nothing is read back.
 
     Raises:
         TypeError: as `linear_grouped_triton`.
@@ -373,7 +374,7 @@ def linear_grouped_deep_gemm_masked(
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """`linear_grouped_deep_gemm` by the masked grouped product: every expert is moved to as much room as the largest
-    needs, in multiples of 128 rows.
+    needs, in multiples of 128 rows, as the last tile of an expert would be written into the room of the next.
 
     Raises:
         TypeError: as `linear_grouped_triton`.
