@@ -2,8 +2,9 @@
 
 A step adds 32 products to the sum so far. Every term is cut 13 bits below the largest of their exponents, where that of
 a product is the sum of its factors' exponents; the new sum is cut to 14 significant bits. `fp8_unit_dots` gave the bits
-of 12 288 dots of an H200 (three data sets, 128 long; `golden/records/sm90/fp8-dots.json`). So the error of a dot is a
-share of the sum of its magnitudes, not of its value, and has the sign of what was cut.
+of 12 288 dots of an H200 (three data sets, 128 long; a part stands in `golden/records/sm90/fp8-dots.json`), and
+`fp8_unit_sums` those of 272 312 results of our kernels and DeepGEMM's. So the error of a dot is a share of the sum of
+its magnitudes, not of its value, and has the sign of what was cut.
 """
 
 from __future__ import annotations
