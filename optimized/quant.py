@@ -29,7 +29,8 @@ def quantize_triton(
     Raises:
         TypeError: x_tm is not bf16, fp16 or fp32; an `out` buffer has another dtype.
         ValueError: x_tm is not 2-D; fmt.rows is 1 and m no multiple of fmt.group; an `out` buffer does not fit.
-        NotImplementedError: fmt.rows or fmt.group is no power of two, or fmt has e2m1 codes in blocks of rows.
+        NotImplementedError: fmt.rows or fmt.group is no power of two, fmt has e2m1 codes in blocks of rows, or fp32
+            scales with a floor below 2^-80.
     """
     expect_shape("x_tm", x_tm, "tm", {})
     expect_dtype("x_tm", x_tm, torch.bfloat16, torch.float16, torch.float32)

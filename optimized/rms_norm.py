@@ -51,7 +51,8 @@ def rms_norm_quant_triton(
     Raises:
         TypeError: x_tm or weight_m is not bf16, fp16 or fp32; an `out` buffer has another dtype.
         ValueError: shapes disagree; eps is not positive; m is no multiple of fmt.group; an `out` buffer does not fit.
-        NotImplementedError: fmt has e2m1 codes, blocks of several rows, or a group that is no power of two.
+        NotImplementedError: fmt has e2m1 codes, blocks of several rows, a group that is no power of two, or fp32 scales
+            with a floor below 2^-80.
     """
     _check(x_tm, weight_m, eps)
     if fmt.code is not CodeKind.E4M3 or fmt.rows != 1:

@@ -50,8 +50,8 @@ def swiglu_quant_triton(
         TypeError: h_ti or weight_t is not bf16, fp16 or fp32; an `out` buffer has another dtype.
         ValueError: shapes disagree; the width is odd, or half of it no multiple of the group; limit is not positive;
             an `out` buffer does not fit.
-        NotImplementedError: fmt has e2m1 codes, e4m3 scales, blocks of several rows, or a group that is no power of
-            two; rows are not contiguous.
+        NotImplementedError: fmt has e2m1 codes, e4m3 scales, blocks of several rows, a group that is no power of two,
+            or fp32 scales with a floor below 2^-80; rows are not contiguous.
     """
     _check(h_ti, weight_t, limit)
     if fmt.code is not CodeKind.E4M3 or fmt.scale is ScaleKind.E4M3 or fmt.rows != 1:

@@ -476,6 +476,8 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
     pytest.importorskip("triton")
     with pytest.raises(NotImplementedError, match="fmt: expected powers of two, got rows=1, group=48"):
         quantize_triton(torch.ones(1, 48), fmt=dataclasses.replace(Q8, group=48))
+    with pytest.raises(NotImplementedError, match="fmt: expected amax_floor of at least 2\\^-80 for fp32 scales"):
+        quantize_triton(torch.ones(1, 128), fmt=dataclasses.replace(FP8_1X128, amax_floor=2.0**-81))
     with pytest.raises(NotImplementedError, match="code: blocks of 2 rows have e4m3 codes"):
         quantize_triton(torch.ones(2, 32), fmt=dataclasses.replace(Q4I, rows=2))
     codes, sf = quantize(torch.ones(2, 32), fmt=Q8)

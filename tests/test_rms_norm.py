@@ -209,6 +209,9 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
     odd = dataclasses.replace(Q8, group=48)
     with pytest.raises(NotImplementedError, match="fmt: expected powers of two"):
         rms_norm_quant_triton(torch.ones(1, 48), torch.ones(48), eps=1e-6, cast=AFTER, fmt=odd)
+    small = dataclasses.replace(FP8_1X128, amax_floor=2.0**-81)
+    with pytest.raises(NotImplementedError, match="fmt: expected amax_floor of at least 2"):
+        rms_norm_quant_triton(x, weight, eps=1e-6, cast=AFTER, fmt=small)
     with pytest.raises(ValueError, match="out: expected contiguous"):
         rms_norm_triton(x, weight, eps=1e-6, cast=AFTER, out=torch.empty(2, 128, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match="out: expected torch.bfloat16"):

@@ -211,6 +211,8 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
     for fmt in (MXFP4, Q4K, FP8_32X32):
         with pytest.raises(NotImplementedError, match="fmt: expected e4m3 codes with UE8M0 or fp32 scales of rows"):
             swiglu_quant_triton(h, limit=10.0, fmt=fmt)
+    with pytest.raises(NotImplementedError, match="fmt: expected amax_floor of at least 2"):
+        swiglu_quant_triton(torch.ones(1, 256), limit=10.0, fmt=replace(FP8_1X128, amax_floor=2.0**-81))
     for strided in (swiglu_triton, swiglu_quant_triton):
         extra = {"fmt": FP8_1X128} if strided is swiglu_quant_triton else {}
         with pytest.raises(NotImplementedError, match="h_ti: expected contiguous rows"):
