@@ -39,14 +39,16 @@ def records(faults: PairFaults, cache_pow: Tensor, fmt: RecordFormat, layout: Pa
     """Every record of a cache as fp32, [p * o, channels]."""
     p, o, w = cache_pow.shape
     pages = cache_pow.as_strided((p, o * w), (o * w, 1)) if faults.stride == "contiguous" else cache_pow.reshape(p, -1)
-    data, sectioned = fmt.data_bytes, layout is PageLayout.SECTIONED
+    data, scale, tail = fmt.data_bytes, fmt.scale_bytes, 2 * fmt.tail
+    sectioned = layout is PageLayout.SECTIONED
     if faults.layout == "other":
         sectioned = not sectioned
     if sectioned:
-        codes = pages[:, : o * data].reshape(p * o, data)
-        scales = pages[:, o * data :].reshape(p * o, w - data)
+        codes, kept = pages[:, : o * (w - scale)].reshape(p * o, w - scale).split([data, tail], dim=1)
+        scales = pages[:, o * (w - scale) :].reshape(p * o, scale)
     else:
-        codes, scales = pages.reshape(p * o, w).split([data, w - data], dim=1)
+        codes, scales, kept = pages.reshape(p * o, w).split([data, scale, tail], dim=1)
+    scales = scales[:, : scale - fmt.pad]
     if data < fmt.channels:
         low, high = NIBBLES[(codes & 15).long()], NIBBLES[(codes >> 4).long()]
         pair = (high, low) if faults.nibbles == "high_first" else (low, high)
@@ -61,7 +63,8 @@ def records(faults: PairFaults, cache_pow: Tensor, fmt: RecordFormat, layout: Pa
         values = codes.contiguous().view(torch.float8_e4m3fn).float()
         factor = torch.exp2(scales.float() - faults.window_scale)
         factor = torch.where(scales == 255, torch.nan, factor)
-    return values * factor.repeat_interleave(fmt.quant.group, 1)
+    values = values * factor.repeat_interleave(fmt.quant.group, 1)
+    return torch.cat([values, kept.contiguous().view(torch.bfloat16).float()], 1)
 
 
 def _attend(
