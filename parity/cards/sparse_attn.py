@@ -401,7 +401,7 @@ def _values(cache_pow: Tensor, fmt: RecordFormat, layout: PageLayout) -> Tensor:
         return dequantize(codes, sf.contiguous().view(torch.float8_e4m3fn), fmt=fmt.quant).to(torch.bfloat16)
     codes = codes.contiguous().view(torch.float8_e4m3fn)
     x = dequantize(codes, sf[:, : scales - fmt.pad], fmt=fmt.quant).to(torch.bfloat16)
-    return torch.cat([x, tail.contiguous().view(torch.bfloat16)], 1)
+    return torch.cat([x, tail.contiguous().view(torch.bfloat16)], 1) if fmt.tail else x
 
 
 PAIR = PairCase(tokens=3)

@@ -64,7 +64,7 @@ def records(faults: PairFaults, cache_pow: Tensor, fmt: RecordFormat, layout: Pa
         factor = torch.exp2(scales.float() - faults.window_scale)
         factor = torch.where(scales == 255, torch.nan, factor)
     values = values * factor.repeat_interleave(fmt.quant.group, 1)
-    return torch.cat([values, kept.contiguous().view(torch.bfloat16).float()], 1)
+    return torch.cat([values, kept.contiguous().view(torch.bfloat16).float()], 1) if fmt.tail else values
 
 
 def _attend(
