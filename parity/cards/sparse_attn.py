@@ -548,9 +548,13 @@ def golden_pair() -> list[PairCase]:
 
 
 def golden_pair_decode() -> list[PairCase]:
-    """Both arrangements, bad entries."""
+    """Both arrangements, bad entries, records of V4."""
     small = PairCase(tokens=2, heads=2, channels=32, window=5, main=9, ring=5, page=4)
-    return [small, _pair(small, layout="sectioned", holes="bad", sink="extreme")]
+    return [
+        small,
+        _pair(small, layout="sectioned", holes="bad", sink="extreme"),
+        _pair(small, layout="sectioned", main_format="v4"),
+    ]
 
 
 OUTPUTS = (Output(name="out_thu", rule=ATTENTION), Output(name="lse_th", rule=LSE, dtype=torch.float32))
