@@ -224,9 +224,28 @@ def test_an_entry_covers_only_its_own_check():
     assert ledger.apply(outcome(Status.MISMATCH, check="z"), (ENTRY,)).status is Status.MISMATCH
 
 
+def test_a_tolerated_failure_that_gets_worse_fails():
+    bounded = replace(ENTRY, at_most=2.0, cause="measured")
+    assert ledger.apply(outcome(Status.MISMATCH, budget_used=1.7), (bounded,)).status is Status.KNOWN_FAILURE
+    for used in (2.1, float("inf")):
+        worse = ledger.apply(outcome(Status.MISMATCH, budget_used=used), (bounded,))
+        assert worse.status is Status.MISMATCH
+        assert "up to 2.0 of the budget (#7)" in worse.message
+    assert ledger.apply(outcome(Status.PASSED, budget_used=0.5), (bounded,)).diagnosis == "stale ledger entry"
+
+
+def test_an_entry_may_be_about_one_architecture(tmp_path):
+    path = tmp_path / "ledger.json"
+    path.write_text(json.dumps([vars(ENTRY), vars(replace(ENTRY, arch="sm90"))]))
+    assert [entry.arch for entry in ledger.read(path)] == ["", "sm90"]
+    assert [entry.arch for entry in ledger.read(path, arch="cpu")] == [""]
+
+
 def test_a_ledger_entry_without_issue_or_with_a_bad_mode_is_refused(tmp_path):
     with pytest.raises(ValueError, match="issue: expected"):
         replace(ENTRY, issue="")
+    with pytest.raises(ValueError, match="cause: expected"):
+        replace(ENTRY, at_most=2.0)
     with pytest.raises(ValueError, match="mode: expected"):
         replace(ENTRY, mode="skip")
     (tmp_path / "ledger.json").write_text('[{"component": "c"}]')
