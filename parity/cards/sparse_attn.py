@@ -963,6 +963,8 @@ TWO_DECODE = Op(
         _pair_mutant("scale_byte_as_exponent", "U53", "an e4m3 scale byte is taken for a power of two"),
         _pair_mutant("one_scale_a_record", "U23", "the first scale of a record serves all its groups"),
         _pair_mutant("window_exponent_off_by_one", "U52", "UE8M0 exponents are biased by 126"),
+        _pair_mutant("pad_of_scales_forgotten", "U23", "scales of V4's records are read seven bytes apart, not eight"),
+        _pair_mutant("tail_dropped", "U30", "the rotary channels of V4's records are zero"),
         _pair_mutant("lists_swapped", "U29", "each list is looked up in the other cache"),
         _pair_mutant("main_bounded_by_the_window", "U08", "main entries beyond the size of the window are holes"),
         _pair_mutant("hole_reads_the_last_record", "U79", "index −1 wraps to the last record"),
