@@ -430,6 +430,46 @@ def measure_v4_scores(seeds: int) -> dict[str, Any]:
     }
 
 
+def measure_lse_sm90(seeds: int) -> dict[str, Any]:
+    """How much of the budget an LSE uses behind the bf16 unit of SM90: scores as one chain, and as sums of parts.
+
+    One chain is what kernels do today, and their known failures are bounded by its worst; parts of 128 must pass.
+    """
+    from .bf16_unit import lse_on_sm90
+    from .cards.sparse_attn import SparseCase
+
+    op = load_card("sparse_attn").op("sparse_attn")
+    one_key = [
+        SparseCase(tokens=3, heads=64, dim=d, value_dim=512, keys=2, topk=1, regime=r, holes="none")
+        for d in (512, 576)
+        for r in ("normal", "peaked", "flat", "mean1")
+    ]
+    longer = [
+        SparseCase(tokens=2, heads=64, dim=576, value_dim=512, keys=400, topk=140, lengths="mixed", regime=r)
+        for r in ("normal", "peaked")
+    ]
+    parts: dict[str, int | None] = {"one chain": None, "parts of 256": 256, "parts of 192": 192, "parts of 128": 128}
+    output = next(o for o in op.outputs if o.name == "lse_th")
+    worst: dict[str, float] = defaultdict(float)
+    over: dict[str, int] = defaultdict(int)
+    for case in (*one_key, *longer):
+        for seed in range(seeds):
+            inputs = op.draw(case, case_rng("sparse_attn", op.name, case.id, 5000 + seed))
+            views = OracleSet(op, inputs).of(output)
+            for name, part in parts.items():
+                used = output.rule_for(torch.float32).judge(lse_on_sm90(inputs, part=part), views).used
+                worst[name] = max(worst[name], used)
+                over[name] += used >= 1.0
+    return {
+        "seeds": seeds,
+        "cases": [case.id for case in (*one_key, *longer)],
+        "judgements": seeds * (len(one_key) + len(longer)),
+        "false_alarms": over["parts of 128"],
+        "worst": dict(worst),
+        "over_the_budget": dict(over),
+    }
+
+
 @dataclass
 class _Selection:
     contract: torch.Tensor
@@ -444,7 +484,7 @@ def _top_k(scores: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> b
     return TopK(scores="scores").judge(got, oracles).ok
 
 
-OTHERS = {"top-k": measure_top_k, "v4-scores": measure_v4_scores}
+OTHERS = {"top-k": measure_top_k, "v4-scores": measure_v4_scores, "lse-sm90": measure_lse_sm90}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
