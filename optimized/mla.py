@@ -140,7 +140,7 @@ def mla_decode_flash_mla(
         ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.
         TypeError: queries or cache are not of `dtype`, or table or lengths are not int32.
         NotImplementedError: no FlashMLA with the legacy line, another dtype than bf16, pages of other than 64 slots,
-            other widths than 576 with 512 values, rows that do not follow one another, or no request.
+            other widths than 576 with 512 values, rows that do not follow one another, or no request or page.
     """
     return _flash_mla(q_bthd, cache_pod, block_table_bp, lengths_b, scale, value_dim, dtype, whole=False)
 
@@ -179,13 +179,15 @@ def _flash_mla(
     dims = _check_decode(q_bthd, cache_pod, block_table_bp, lengths_b, scale, value_dim, dtype)
     if dtype is not torch.bfloat16:
         raise NotImplementedError(f"dtype: expected bfloat16, got {dtype}")
-    if dims["o"] != 64 or dims["d"] != 576 or value_dim != 512 or not dims["b"]:
+    if dims["o"] != 64 or dims["d"] != 576 or value_dim != 512 or not dims["b"] or not len(cache_pod):
         raise NotImplementedError(f"cache_pod: expected pages of 64 slots of 576 with 512 values, got {dims}")
     if cache_pod.stride()[1:] != (576, 1):
         raise NotImplementedError(f"cache_pod: expected rows one behind the other, got strides {cache_pod.stride()}")
     library = flash_mla_legacy()
     q_bthd = q_bthd.contiguous()
     blocks_b = (lengths_b + 63) // 64 if whole else None
+    if not block_table_bp.shape[1]:  # a request of no key has its first page looked up all the same
+        block_table_bp = torch.zeros_like(lengths_b)[:, None]
     out_bthu, lse_bht = library.flash_mla_with_kvcache(
         q_bthd,
         cache_pod[:, :, None],

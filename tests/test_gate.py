@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import subprocess
@@ -251,6 +252,15 @@ def test_a_ledger_entry_without_issue_or_with_a_bad_mode_is_refused(tmp_path):
     (tmp_path / "ledger.json").write_text('[{"component": "c"}]')
     with pytest.raises(ValueError, match=r"ledger\.json: expected a list of ledger entries"):
         ledger.read(tmp_path / "ledger.json")
+
+
+def test_every_entry_of_the_ledger_is_about_a_check_that_there_is():
+    for entry in ledger.read():
+        op = load_card(entry.component).op(entry.op)
+        assert any(fnmatch.fnmatch(case.id, entry.case) for case in op.cases(True)), entry
+        assert entry.candidate in {row.name for row in op.candidates}, entry
+        checks = {output.name for output in op.outputs} | {relation.name for relation in op.relations}
+        assert fnmatch.filter(checks, entry.check), entry
 
 
 def test_never_launch_is_not_launched(monkeypatch):

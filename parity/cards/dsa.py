@@ -572,7 +572,11 @@ def cases_mla(full: bool) -> list[MlaCase]:
         found += [replace(base, page=p, regime=r, topk=k) for p, r, k in product((2, 53, 64), REGIMES, (31, 33))]
         found += [MlaCase(tokens=1, heads=128, keys=4200, topk=2048, page=64, regime=r) for r in REGIMES]
         dense = MlaCase(tokens=3, heads=64, keys=900, topk=384, page=64, gap=0)
-        found += [dense, replace(dense, tokens=1, holes="leading", regime="mean1")]
+        found += [
+            dense,
+            replace(dense, tokens=1, holes="leading", regime="mean1"),
+            replace(dense, tokens=1, holes="bad"),
+        ]
         found += [replace(dense, writer=w, tokens=1, regime="peaked") for w in ("fmla", "demo")]
         found += [replace(dense, writer="f32", tokens=1, heads=h) for h in (64, 128)]
     return list({case.id: case for case in found}.values())
@@ -909,8 +913,8 @@ def one_lowered(case: ScoreCase) -> str | None:
 
 def outside_flash_mla(case: MlaCase) -> str | None:
     """Why FlashMLA's legacy sparse decode does not take a case."""
-    fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none" and case.holes != "bad"
-    return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths, no holes but -1"
+    fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none"
+    return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths"
 
 
 def outside_specialised_scores(case: ScoreCase) -> str | None:
