@@ -566,7 +566,7 @@ def cases_mla(full: bool) -> list[MlaCase]:
         replace(base, topk=1, keys=2, holes="none"),
         replace(base, tokens=0),
         replace(base, tokens=2, keys=2400, topk=1100, page=64, heads=2, lengths="mixed"),
-        MlaCase(tokens=1, heads=128, keys=300, topk=128, page=64),
+        MlaCase(tokens=1, heads=128, keys=300, topk=128, page=64, gap=0),
     ]
     if full:
         found += [replace(base, page=p, regime=r, topk=k) for p, r, k in product((2, 53, 64), REGIMES, (31, 33))]

@@ -405,6 +405,17 @@ def _values(cache_pow: Tensor, fmt: RecordFormat, layout: PageLayout) -> Tensor:
 
 
 PAIR = PairCase(tokens=3)
+V4 = PairCase(
+    tokens=3,
+    heads=64,
+    channels=512,
+    window=128,
+    main=512,
+    ring=134,
+    page=64,
+    main_format="v4",
+    layout="sectioned",
+)
 
 
 def cases_pair_decode(full: bool) -> list[PairCase]:
@@ -433,6 +444,7 @@ def cases_pair_decode(full: bool) -> list[PairCase]:
         _pair(base, sink="extreme", heads=8),
         _pair(base, regime="nankey"),
         PairCase(tokens=1, heads=64, channels=512, window=128, main=512, ring=134, page=64),
+        _pair(V4, tokens=1, window=64, main=130),
     ]
     if full:
         found += [
@@ -485,18 +497,16 @@ def wide_pairs() -> list[PairCase]:
 
 def v4_pairs() -> list[PairCase]:
     """What FlashMLA takes of V4: lists of several 64-key blocks, which it splits by the batch, holes, a sink, a NaN."""
-    pools = {"ring": 134, "page": 64, "main_format": "v4", "layout": "sectioned"}
-    v4 = PairCase(tokens=3, heads=64, channels=512, window=128, main=512, **pools)  # type: ignore[arg-type]
     return [
-        v4,
-        _pair(v4, heads=128, main=200, tokens=2),
-        _pair(v4, holes="leading", regime="mean1", tokens=2),
-        _pair(v4, holes="bad", sink="extreme", regime="flat", tokens=1),
-        _pair(v4, holes="all", tokens=1),
-        _pair(v4, holes="none", sink="none", regime="peaked", window=1, main=64, tokens=2),
-        _pair(v4, main=0, holes="none", tokens=1),
-        _pair(v4, window=0, main=70, tokens=1),
-        _pair(v4, regime="nankey", main=100, tokens=2),
+        V4,
+        _pair(V4, heads=128, main=200, tokens=2),
+        _pair(V4, holes="leading", regime="mean1", tokens=2),
+        _pair(V4, holes="bad", sink="extreme", regime="flat", tokens=1),
+        _pair(V4, holes="all", tokens=1),
+        _pair(V4, holes="none", sink="none", regime="peaked", window=1, main=64, tokens=2),
+        _pair(V4, main=0, holes="none", tokens=1),
+        _pair(V4, window=0, main=70, tokens=1),
+        _pair(V4, regime="nankey", main=100, tokens=2),
     ]
 
 
