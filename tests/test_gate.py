@@ -12,18 +12,20 @@ from itertools import combinations, product
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from deeptwin.parity import casefile, changed, ledger, report
 from deeptwin.parity.__main__ import _shrink_first, app
-from deeptwin.parity.card import Candidate, card_names, case_rng, load_card
+from deeptwin.parity.card import Candidate, Relation, card_names, case_rng, load_card
 from deeptwin.parity.gate import Job, Runner, Settings, plan
 from deeptwin.parity.outcome import Outcome, Status, exit_status
 from deeptwin.parity.pairing import every_pair
 from deeptwin.parity.pool import Worker
 from deeptwin.parity.protocol import BuildRequest
+from deeptwin.parity.relations import Context, compare, in_a_crowd
 from deeptwin.parity.shrink import Shrinker
 
 TESTS = Path(__file__).parent
@@ -203,6 +205,25 @@ def test_exit_status(statuses, code):
 
 def test_an_unsupported_row_that_was_not_required_does_not_fail_the_run():
     assert exit_status([outcome(Status.PASSED), outcome(Status.UNSUPPORTED, required=False)]) == 0
+
+
+def test_what_looks_at_a_crowd_is_caught_only_with_wide_rows():
+    op = replace(OP, rows={"x_tm": 0}, out_rows={"y_tm": 0})
+    relation = Relation(name="batch_invariant", axis="requests", hook=in_a_crowd)
+
+    def split_by_the_batch(inputs):
+        x_tm = inputs["x_tm"]
+        return {"y_tm": x_tm + (len(x_tm) > 100)}
+
+    def found(width, full):
+        context = Context(op=op, relation=relation, rng=np.random.default_rng(0), full=full)
+        inputs = {"x_tm": torch.ones(3, width)}
+        return compare(split_by_the_batch, inputs, in_a_crowd(inputs, context), context)
+
+    assert found(8192, True).detail.startswith("batch of 130: y_tm[0, 0]: 2 against 1")
+    assert found(8192, False).status == "bit-equal"
+    # narrow rows meet large batches anyway
+    assert found(8, True).detail.startswith("batch of 127")
 
 
 # ledger

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.providers import whole_requests
+from deeptwin.optimized.providers import flash_mla_lists, whole_requests
 from deeptwin.optimized.sparse_attn import (
     sparse_attn_decode_tilelang,
     sparse_attn_decode_triton,
@@ -599,6 +599,15 @@ def test_the_adapter_of_flash_mla_over_two_pools_cuts_lists_at_their_last_entry(
     assert [vars(schedule) for schedule in schedules[:2]] == [{}, {}]
     # a window of no entry is a block too
     assert schedules[2].tile_scheduler_metadata[:, [0, 1, 3]].tolist() == [[2, 0, 2], [0, 0, 2], [2, 0, 2], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(("entries", "width"), [(0, 64), (1, 64), (64, 64), (65, 128)])
+def test_lists_for_flash_mla_are_whole_steps_with_nothing_but_minus_one_in_holes(entries: int, width: int) -> None:
+    lists = flash_mla_lists(torch.arange(-1, entries - 1, dtype=torch.int32).expand(2, -1), 40, 64)
+    assert lists.shape == (2, width)
+    assert lists.dtype == torch.int32
+    named = torch.arange(width) - 1
+    assert torch.equal(lists[1], torch.where((named < min(entries - 1, 40)) & (named >= 0), named, -1).to(torch.int32))
 
 
 @settings(max_examples=60, deadline=None)
