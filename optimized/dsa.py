@@ -331,11 +331,13 @@ def sparse_mla_flash_mla(
     topk_length_t: Tensor | None,
     *,
     scale: float,
+    clean_lists: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`sparse_mla` by FlashMLA's legacy sparse decode (sgl-flash-mla 1.0.0, SM90), a request for each token.
 
     Layout: kv_v32, 656 bytes interleaved. Its LSE is natural; +inf of an empty row becomes −inf. Runs repeat their
     bits; lists are split by the batch, so a row depends on its neighbours. Scales are rounded to bf16 before use.
+    With `clean_lists` the caller vouches for lists of whole steps of 64 entries whose holes are −1.
 
     Raises:
         ValueError: shapes disagree, no format with a tail has records of w bytes, or `scale` is not positive.
@@ -343,7 +345,7 @@ def sparse_mla_flash_mla(
         NotImplementedError: no FlashMLA with the legacy line, other heads than 64 or 128, other records than those of
             656 bytes one behind the other, lengths, or no token.
     """
-    return _sparse_mla_flash_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale, whole=False)
+    return _sparse_mla_flash_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale, clean_lists, whole=False)
 
 
 def sparse_mla_flash_mla_unsplit(
@@ -353,6 +355,7 @@ def sparse_mla_flash_mla_unsplit(
     topk_length_t: Tensor | None,
     *,
     scale: float,
+    clean_lists: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`sparse_mla_flash_mla` by a schedule of whole requests: a row has the same bits in every batch.
 
@@ -361,11 +364,18 @@ def sparse_mla_flash_mla_unsplit(
         TypeError: as `sparse_mla_flash_mla`.
         NotImplementedError: as `sparse_mla_flash_mla`.
     """
-    return _sparse_mla_flash_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale, whole=True)
+    return _sparse_mla_flash_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale, clean_lists, whole=True)
 
 
 def _sparse_mla_flash_mla(
-    q_thd: Tensor, cache_pow: Tensor, idx_tk: Tensor, topk_length_t: Tensor | None, scale: float, *, whole: bool
+    q_thd: Tensor,
+    cache_pow: Tensor,
+    idx_tk: Tensor,
+    topk_length_t: Tensor | None,
+    scale: float,
+    clean_lists: bool,
+    *,
+    whole: bool,
 ) -> tuple[Tensor, Tensor]:
     dims: dict[str, int] = {}
     fmt = expect_records("cache_pow", cache_pow, {})
@@ -385,7 +395,7 @@ def _sparse_mla_flash_mla(
         raise NotImplementedError(f"cache_pow: expected whole records of 656 bytes, got strides {cache_pow.stride()}")
     library = flash_mla_legacy()
     q_t1hd = q_thd[:, None].contiguous()
-    lists = flash_mla_lists(idx_tk, cache_pow.shape[0] * cache_pow.shape[1], 64)
+    lists = idx_tk if clean_lists else flash_mla_lists(idx_tk, cache_pow.shape[0] * cache_pow.shape[1], 64)
     blocks_t = torch.full_like(lists[:, 0], lists.shape[1] // 64) if whole else None
     out_t1hu, lse_th1 = library.flash_mla_with_kvcache(
         q_t1hd,

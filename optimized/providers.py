@@ -32,8 +32,11 @@ def flash_mla_legacy() -> Any:
 
 def flash_mla_lists(idx_tk: Tensor, slots: int, step: int) -> Tensor:
     """Lists as FlashMLA's decode reads them: −1 in every hole, because it reads any other index, and whole steps."""
-    lists = idx_tk.masked_fill((idx_tk < 0) | (idx_tk >= slots), -1)
-    # at least one step; holes behind the last entry change no bit
+    return flash_mla_steps(idx_tk.masked_fill((idx_tk < 0) | (idx_tk >= slots), -1), step)
+
+
+def flash_mla_steps(lists: Tensor, step: int) -> Tensor:
+    """Lists of one step or more, whole ones: holes behind the last entry change no bit."""
     return pad(lists, (0, max(-(-lists.shape[1] // step), 1) * step - lists.shape[1]), value=-1)
 
 

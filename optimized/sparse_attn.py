@@ -10,7 +10,7 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
 from deeptwin.reference.config import PageLayout, RecordFormat, ScaleKind, TwoCaches
 
-from .providers import flash_mla_legacy, flash_mla_lists, flash_mla_schedule
+from .providers import flash_mla_legacy, flash_mla_lists, flash_mla_schedule, flash_mla_steps
 
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.split_softmax import SplitLaunch
@@ -139,7 +139,8 @@ def sparse_attn_flash_mla(
         raise NotImplementedError(f"q_thd, kv_sd: expected tokens and keys, got {dims}")
     if kv_sd.stride(1) != 1 or kv_sd.stride(0) % 8 or kv_sd.data_ptr() % 16:
         raise NotImplementedError(f"kv_sd: expected rows at multiples of 16 bytes, got strides {kv_sd.stride()}")
-    lists = flash_mla_lists(idx_tk, dims["s"], 128)
+    # lists grow by holes to the kernel's step, which changes no bit; indices outside are holes to it
+    lists = flash_mla_steps(idx_tk, 128)
     out_thu, _, lse_th = flash_mla_legacy().flash_mla_sparse_fwd(
         q_thd.contiguous(), kv_sd[:, None], lists[:, None], scale, 512, sink_h, topk_length_t, use_legacy=True
     )
@@ -300,12 +301,14 @@ def two_cache_attn_decode_flash_mla(
     *,
     caches: TwoCaches,
     dtype: torch.dtype = torch.bfloat16,
+    clean_lists: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`two_cache_attn_decode` by FlashMLA's legacy sparse decode (sgl-flash-mla 1.0.0, SM90), a request for each token.
 
-    Layout: kv_v4, 584 bytes in sectioned pages, in both pools. The lengths of both lists end at their last entry. Its
+    Layout: kv_v4, 584 bytes in sectioned pages, in both pools. The length of each list ends at its last entry. Its
     LSE is natural; +inf of an empty row becomes −inf. Runs repeat their bits; lists are split by the batch, so a row
-    depends on its neighbours.
+    depends on its neighbours. With `clean_lists` the caller vouches for lists of whole steps of 64 entries whose holes
+    are −1, which are walked to their ends.
 
     Raises:
         ValueError: shapes disagree, or w is not the bytes of a record of `caches`.
@@ -316,7 +319,7 @@ def two_cache_attn_decode_flash_mla(
             begin at odd places, or no token.
     """
     return _two_cache_flash_mla(
-        q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype, whole=False
+        q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype, clean_lists, whole=False
     )
 
 
@@ -330,6 +333,7 @@ def two_cache_attn_decode_flash_mla_unsplit(
     *,
     caches: TwoCaches,
     dtype: torch.dtype = torch.bfloat16,
+    clean_lists: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`two_cache_attn_decode_flash_mla` by a schedule of whole requests: a row has the same bits in every batch.
 
@@ -339,7 +343,7 @@ def two_cache_attn_decode_flash_mla_unsplit(
         NotImplementedError: as `two_cache_attn_decode_flash_mla`.
     """
     return _two_cache_flash_mla(
-        q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype, whole=True
+        q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype, clean_lists, whole=True
     )
 
 
@@ -352,6 +356,7 @@ def _two_cache_flash_mla(
     sink_h: Tensor | None,
     caches: TwoCaches,
     dtype: torch.dtype,
+    clean_lists: bool,
     *,
     whole: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -369,10 +374,12 @@ def _two_cache_flash_mla(
     _expect_pages("main_pow", main_pow)
     library = flash_mla_legacy()
     q_t1hd = q_thd[:, None].contiguous()
-    window = flash_mla_lists(window_idx_tk, window_pow.shape[0] * window_pow.shape[1], 64)
-    main = flash_mla_lists(main_idx_tk, main_pow.shape[0] * main_pow.shape[1], 64)
-    window_t, main_t = _used(window), _used(main)
-    blocks_t = ((window_t + 63) // 64).clamp_min(1) + (main_t + 63) // 64 if whole else None
+    window, main, window_t, main_t = window_idx_tk, main_idx_tk, None, None
+    if not clean_lists:
+        window = flash_mla_lists(window, window_pow.shape[0] * window_pow.shape[1], 64)
+        main = flash_mla_lists(main, main_pow.shape[0] * main_pow.shape[1], 64)
+        window_t, main_t = _used(window), _used(main)
+    blocks_t = _blocks(window, window_t).clamp_min(1) + _blocks(main, main_t) if whole else None
     out_t1hu, lse_th1 = library.flash_mla_with_kvcache(
         q_t1hd,
         window_pow[:, :, None],
@@ -397,6 +404,11 @@ def _used(lists: Tensor) -> Tensor:
     """How many entries of every list there are up to the last that is no hole."""
     place_k = torch.arange(1, lists.shape[1] + 1, dtype=torch.int32, device=lists.device)
     return torch.where(lists >= 0, place_k, 0).amax(1)
+
+
+def _blocks(lists: Tensor, length_t: Tensor | None) -> Tensor:
+    """How many blocks of 64 entries of every list are walked."""
+    return torch.full_like(lists[:, 0], lists.shape[1] // 64) if length_t is None else (length_t + 63) // 64
 
 
 def _launch_specialised(

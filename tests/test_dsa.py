@@ -30,6 +30,7 @@ from deeptwin.optimized.dsa import (
     sparse_mla_flash_mla_unsplit,
     sparse_mla_triton,
 )
+from deeptwin.optimized.providers import flash_mla_lists
 from deeptwin.parity import goldens
 from deeptwin.parity.card import case_rng, load_card
 from deeptwin.parity.cards.dsa import CONFIGS, RECORDS, ScoreCase, index_config, layer_weights, stored_state, table_of
@@ -633,9 +634,11 @@ def test_the_adapter_of_flash_mla_pads_lists_and_turns_the_lse_of_an_empty_row(m
         assert torch.equal(out, right.bfloat16())
         assert torch.equal(lse, right_lse.float())
         assert bool(torch.isneginf(lse[1]).all())
+    clean = given | {"idx_tk": flash_mla_lists(given["idx_tk"], 8, 64)}
+    assert torch.equal(sparse_mla_flash_mla(**clean, clean_lists=True)[0], right.bfloat16())
     # a schedule is what a call leaves in it: none is used twice
-    assert len({id(schedule) for schedule in schedules}) == 3
-    assert [vars(schedule) for schedule in schedules[:2]] == [{}, {}]
+    assert len({id(schedule) for schedule in schedules}) == 4
+    assert [vars(schedules[i]) for i in (0, 1, 3)] == [{}, {}, {}]
     assert schedules[2].num_splits.tolist() == [0, 1, 2]
     assert schedules[2].tile_scheduler_metadata[:, [0, 1, 3]].tolist() == [[2, 0, 1], [0, 0, 1], [1, 1, 1]]
 

@@ -571,7 +571,10 @@ def test_the_adapter_of_flash_mla_over_two_pools_cuts_lists_at_their_last_entry(
     ) -> tuple[Tensor, Tensor]:
         lists, more = how["indices"][:, 0], how["extra_indices_in_kvcache"][:, 0]
         assert (lists.shape, more.shape, width, how["use_legacy"]) == ((2, 64), (2, 64), 512, True)
-        assert (how["topk_length"].tolist(), how["extra_topk_length"].tolist()) == ([2, 0], [1, 0])
+        if schedules:
+            assert (how["topk_length"].tolist(), how["extra_topk_length"].tolist()) == ([2, 0], [1, 0])
+        else:
+            assert (how["topk_length"], how["extra_topk_length"]) == (None, None)
         schedules.append(schedule)
         pages = cache[:, :, 0], how["extra_k_cache"][:, :, 0]
         out, lse = two_cache_attn_decode(q[:, 0], pages[0], lists, pages[1], more, how["attn_sink"], caches=caches)
@@ -588,6 +591,10 @@ def test_the_adapter_of_flash_mla_over_two_pools_cuts_lists_at_their_last_entry(
     drawn["window_idx_tk"][0, 0], drawn["window_idx_tk"][0, 2], drawn["main_idx_tk"][0, 1:] = -5, 10**6, -1
     drawn["window_idx_tk"][1], drawn["main_idx_tk"][1] = -1, -1
     right, right_lse = two_cache_attn_decode(**drawn)
+    clean = drawn | {name: flash_mla_lists(drawn[name], 20, 64) for name in ("window_idx_tk", "main_idx_tk")}
+    out, lse = two_cache_attn_decode_flash_mla_unsplit(**clean, clean_lists=True)
+    assert torch.equal(out, right.bfloat16())
+    assert schedules[0].tile_scheduler_metadata[:, [0, 1, 3]].tolist() == [[2, 0, 2], [0, 0, 2], [2, 0, 2], [1, 1, 2]]
     split = two_cache_attn_decode_flash_mla
     for function in (split, split, two_cache_attn_decode_flash_mla_unsplit):
         out, lse = function(**drawn)
@@ -595,10 +602,10 @@ def test_the_adapter_of_flash_mla_over_two_pools_cuts_lists_at_their_last_entry(
         assert torch.equal(lse, right_lse.float())
         assert (lse[1] == -INF).all()
     # a schedule is what a call leaves in it: none is used twice
-    assert len({id(schedule) for schedule in schedules}) == 3
-    assert [vars(schedule) for schedule in schedules[:2]] == [{}, {}]
+    assert len({id(schedule) for schedule in schedules}) == 4
+    assert [vars(schedule) for schedule in schedules[1:3]] == [{}, {}]
     # a window of no entry is a block too
-    assert schedules[2].tile_scheduler_metadata[:, [0, 1, 3]].tolist() == [[2, 0, 2], [0, 0, 2], [2, 0, 2], [1, 1, 1]]
+    assert schedules[3].tile_scheduler_metadata[:, [0, 1, 3]].tolist() == [[2, 0, 2], [0, 0, 2], [2, 0, 2], [1, 1, 1]]
 
 
 @pytest.mark.parametrize(("entries", "width"), [(0, 64), (1, 64), (64, 64), (65, 128)])

@@ -116,6 +116,7 @@ def _v4(batch: int, queries: int, heads: int, main: int) -> Bench:
         draw=draw,
         flops=2.0 * tokens * heads * (window + main) * 2 * dim,
         bytes=float(tokens * ((window + main) * (KV_V4.record_bytes + 4) + 2 * 2 * heads * dim)),
+        promises={"clean_lists": True},
     )
 
 
