@@ -15,7 +15,7 @@ from deeptwin.reference.weights import Latents
 from .attention_v3 import absorbed_output, absorbed_query, latent_rows, softmax_scale
 from .kv_cache import WIDE, _wide_record
 from .linear import linear_triton
-from .providers import deep_gemm, flash_mla_legacy
+from .providers import deep_gemm, flash_mla_legacy, flash_mla_lists, flash_mla_schedule
 from .quant import quantize_triton
 from .sparse_attn import sparse_attn_triton
 from .topk import topk_triton
@@ -331,11 +331,13 @@ def sparse_mla_flash_mla(
     topk_length_t: Tensor | None,
     *,
     scale: float,
+    clean_lists: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`sparse_mla` by FlashMLA's legacy sparse decode (SM90), a request for each token, with its own schedule.
+    """`sparse_mla` by FlashMLA's legacy sparse decode (sgl-flash-mla 1.0.0, SM90), a request for each token.
 
-    Its LSE is natural; +inf of an empty row becomes −inf. An index other than −1 that names no record is an illegal
-    access there, so such lists are not for this adapter.
+    Layout: kv_v32, 656 bytes interleaved. Its LSE is natural; +inf of an empty row becomes −inf. Runs repeat their
+    bits; lists are split by the batch, so a row depends on its neighbours. Scales are rounded to bf16 before use.
+    With `clean_lists` the caller vouches for lists of whole steps of 64 entries whose holes are −1.
 
     Raises:
         ValueError: shapes disagree, no format with a tail has records of w bytes, or `scale` is not positive.
@@ -343,8 +345,42 @@ def sparse_mla_flash_mla(
         NotImplementedError: no FlashMLA with the legacy line, other heads than 64 or 128, other records than those of
             656 bytes one behind the other, lengths, or no token.
     """
+    return _sparse_mla_flash_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale, clean_lists, whole=False)
+
+
+def sparse_mla_flash_mla_unsplit(
+    q_thd: Tensor,
+    cache_pow: Tensor,
+    idx_tk: Tensor,
+    topk_length_t: Tensor | None,
+    *,
+    scale: float,
+    clean_lists: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_mla_flash_mla` by a schedule of whole requests: a row has the same bits in every batch.
+
+    Raises:
+        ValueError: as `sparse_mla_flash_mla`.
+        TypeError: as `sparse_mla_flash_mla`.
+        NotImplementedError: as `sparse_mla_flash_mla`.
+    """
+    return _sparse_mla_flash_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale, clean_lists, whole=True)
+
+
+def _sparse_mla_flash_mla(
+    q_thd: Tensor,
+    cache_pow: Tensor,
+    idx_tk: Tensor,
+    topk_length_t: Tensor | None,
+    scale: float,
+    clean_lists: bool,
+    *,
+    whole: bool,
+) -> tuple[Tensor, Tensor]:
     dims: dict[str, int] = {}
     fmt = expect_records("cache_pow", cache_pow, {})
+    if not fmt.tail:
+        raise ValueError(f"cache_pow: expected records with a bf16 tail, got those of {fmt.name}")
     expect_shape("q_thd", q_thd, "thd", dims | {"d": fmt.width})
     expect_dtype("q_thd", q_thd, torch.bfloat16)
     expect_shape("idx_tk", idx_tk, "tk", {"t": q_thd.shape[0]})
@@ -358,15 +394,16 @@ def sparse_mla_flash_mla(
     if (fmt.record_bytes, width) != (656, 576) or cache_pow.stride()[1:] != (656, 1) or cache_pow.stride(0) % 656:
         raise NotImplementedError(f"cache_pow: expected whole records of 656 bytes, got strides {cache_pow.stride()}")
     library = flash_mla_legacy()
-    schedule, _ = library.get_mla_metadata()
-    lists = torch.nn.functional.pad(idx_tk, (0, -idx_tk.shape[1] % 64), value=-1)
+    q_t1hd = q_thd[:, None].contiguous()
+    lists = idx_tk if clean_lists else flash_mla_lists(idx_tk, cache_pow.shape[0] * cache_pow.shape[1], 64)
+    blocks_t = torch.full_like(lists[:, 0], lists.shape[1] // 64) if whole else None
     out_t1hu, lse_th1 = library.flash_mla_with_kvcache(
-        q_thd[:, None].contiguous(),
+        q_t1hd,
         cache_pow[:, :, None],
         None,
         None,
         512,
-        schedule,
+        flash_mla_schedule(library, q_t1hd, blocks_t),
         softmax_scale=scale,
         is_fp8_kvcache=True,
         indices=lists[:, None],

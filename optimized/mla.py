@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
 
-from .providers import flash_mla_legacy
+from .providers import flash_mla_legacy, flash_mla_schedule
 
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.mla_prefill import PrefillLaunch
@@ -131,28 +131,70 @@ def mla_decode_flash_mla(
     value_dim: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
-    """`mla_decode` by FlashMLA's legacy dense decode (SM90), with its own schedule: it splits by the batch.
+    """`mla_decode` by FlashMLA's legacy dense decode (sgl-flash-mla 1.0.0, SM90).
+
+    Layout: bf16 pages [p, 64, 576]. Its LSE is natural; +inf of an empty row becomes −inf. Runs repeat their bits;
+    keys are split by the batch, so a row depends on its neighbours.
 
     Raises:
         ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.
         TypeError: queries or cache are not of `dtype`, or table or lengths are not int32.
         NotImplementedError: no FlashMLA with the legacy line, another dtype than bf16, pages of other than 64 slots,
-            other widths than 576 with 512 values, or no request.
+            other widths than 576 with 512 values, rows that do not follow one another, or no request or page.
     """
+    return _flash_mla(q_bthd, cache_pod, block_table_bp, lengths_b, scale, value_dim, dtype, whole=False)
+
+
+def mla_decode_flash_mla_unsplit(
+    q_bthd: Tensor,
+    cache_pod: Tensor,
+    block_table_bp: Tensor,
+    lengths_b: Tensor,
+    *,
+    scale: float,
+    value_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """`mla_decode_flash_mla` by a schedule of whole requests: a row has the same bits in every batch.
+
+    Raises:
+        ValueError: as `mla_decode_flash_mla`.
+        TypeError: as `mla_decode_flash_mla`.
+        NotImplementedError: as `mla_decode_flash_mla`.
+    """
+    return _flash_mla(q_bthd, cache_pod, block_table_bp, lengths_b, scale, value_dim, dtype, whole=True)
+
+
+def _flash_mla(
+    q_bthd: Tensor,
+    cache_pod: Tensor,
+    block_table_bp: Tensor,
+    lengths_b: Tensor,
+    scale: float,
+    value_dim: int,
+    dtype: torch.dtype,
+    *,
+    whole: bool,
+) -> tuple[Tensor, Tensor]:
     dims = _check_decode(q_bthd, cache_pod, block_table_bp, lengths_b, scale, value_dim, dtype)
     if dtype is not torch.bfloat16:
         raise NotImplementedError(f"dtype: expected bfloat16, got {dtype}")
-    if dims["o"] != 64 or dims["d"] != 576 or value_dim != 512 or not dims["b"]:
+    if dims["o"] != 64 or dims["d"] != 576 or value_dim != 512 or not dims["b"] or not len(cache_pod):
         raise NotImplementedError(f"cache_pod: expected pages of 64 slots of 576 with 512 values, got {dims}")
+    if cache_pod.stride()[1:] != (576, 1):
+        raise NotImplementedError(f"cache_pod: expected rows one behind the other, got strides {cache_pod.stride()}")
     library = flash_mla_legacy()
-    schedule, _ = library.get_mla_metadata()
+    q_bthd = q_bthd.contiguous()
+    blocks_b = (lengths_b + 63) // 64 if whole else None
+    if not block_table_bp.shape[1]:  # a request of no key has its first page looked up all the same
+        block_table_bp = torch.zeros_like(lengths_b)[:, None]
     out_bthu, lse_bht = library.flash_mla_with_kvcache(
-        q_bthd.contiguous(),
+        q_bthd,
         cache_pod[:, :, None],
-        block_table_bp,
-        lengths_b,
+        block_table_bp.contiguous(),
+        lengths_b.contiguous(),
         512,
-        schedule,
+        flash_mla_schedule(library, q_bthd, blocks_b),
         softmax_scale=scale,
         causal=dims["t"] > 1,
         use_legacy=True,

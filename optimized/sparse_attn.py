@@ -10,7 +10,7 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
 from deeptwin.reference.config import PageLayout, RecordFormat, ScaleKind, TwoCaches
 
-from .providers import flash_mla_legacy
+from .providers import flash_mla_legacy, flash_mla_lists, flash_mla_schedule, flash_mla_steps
 
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.split_softmax import SplitLaunch
@@ -119,13 +119,16 @@ def sparse_attn_flash_mla(
     value_dim: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
-    """`sparse_attn` by FlashMLA's legacy sparse prefill (SM90). Its LSE is natural; +inf of an empty row becomes −inf.
+    """`sparse_attn` by FlashMLA's legacy sparse prefill (sgl-flash-mla 1.0.0, SM90).
+
+    Layout: bf16 rows [s, d], each at a multiple of 16 bytes. Its LSE is natural; +inf of an empty row becomes −inf.
+    Runs repeat their bits, and a row has the same bits in every batch.
 
     Raises:
         ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.
         TypeError: queries or keys are not of `dtype`, indices or lengths are not int32, or the sink is not float32.
         NotImplementedError: no FlashMLA with the legacy line, another dtype than bf16, other heads than 64 or 128,
-            other widths than 512 or 576 with 512 values, or no token or key.
+            other widths than 512 or 576 with 512 values, no token or key, or rows that lie otherwise.
     """
     dims = _check_lists(q_thd, idx_tk, sink_h, topk_length_t, scale, value_dim, dtype, kv_sd=kv_sd)
     if dtype is not torch.bfloat16:
@@ -134,8 +137,10 @@ def sparse_attn_flash_mla(
         raise NotImplementedError(f"q_thd: expected 64 or 128 heads of 512 or 576 with 512 values, got {dims}")
     if not dims["t"] or not dims["s"]:
         raise NotImplementedError(f"q_thd, kv_sd: expected tokens and keys, got {dims}")
-    # lists grow by holes to the kernel's step, which changes no bit
-    lists = torch.nn.functional.pad(idx_tk, (0, -idx_tk.shape[1] % 128), value=-1)
+    if kv_sd.stride(1) != 1 or kv_sd.stride(0) % 8 or kv_sd.data_ptr() % 16:
+        raise NotImplementedError(f"kv_sd: expected rows at multiples of 16 bytes, got strides {kv_sd.stride()}")
+    # lists grow by holes to the kernel's step, which changes no bit; indices outside are holes to it
+    lists = flash_mla_steps(idx_tk, 128)
     out_thu, _, lse_th = flash_mla_legacy().flash_mla_sparse_fwd(
         q_thd.contiguous(), kv_sd[:, None], lists[:, None], scale, 512, sink_h, topk_length_t, use_legacy=True
     )
@@ -284,6 +289,126 @@ def two_cache_attn_decode_tilelang(
     _check_pair(q_thd, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype)
     kind = _kind(caches.window)
     return _launch_specialised(q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, kind, caches, dtype)
+
+
+def two_cache_attn_decode_flash_mla(
+    q_thd: Tensor,
+    window_pow: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    *,
+    caches: TwoCaches,
+    dtype: torch.dtype = torch.bfloat16,
+    clean_lists: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`two_cache_attn_decode` by FlashMLA's legacy sparse decode (sgl-flash-mla 1.0.0, SM90), a request for each token.
+
+    Layout: kv_v4, 584 bytes in sectioned pages, in both pools. The length of each list ends at its last entry. Its
+    LSE is natural; +inf of an empty row becomes −inf. Runs repeat their bits; lists are split by the batch, so a row
+    depends on its neighbours. With `clean_lists` the caller vouches for lists of whole steps of 64 entries whose holes
+    are −1, which are walked to their ends.
+
+    Raises:
+        ValueError: shapes disagree, or w is not the bytes of a record of `caches`.
+        TypeError: queries are not bfloat16, pages are not uint8, indices are not int32, the sink is not float32, or
+            `dtype` is not bfloat16 or float32.
+        NotImplementedError: no FlashMLA with the legacy line, an output that is not bf16, other heads than 64 or 128,
+            other records than those of 584 bytes in sectioned pages, pages whose records do not follow one another or
+            begin at odd places, or no token.
+    """
+    return _two_cache_flash_mla(
+        q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype, clean_lists, whole=False
+    )
+
+
+def two_cache_attn_decode_flash_mla_unsplit(
+    q_thd: Tensor,
+    window_pow: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    *,
+    caches: TwoCaches,
+    dtype: torch.dtype = torch.bfloat16,
+    clean_lists: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`two_cache_attn_decode_flash_mla` by a schedule of whole requests: a row has the same bits in every batch.
+
+    Raises:
+        ValueError: as `two_cache_attn_decode_flash_mla`.
+        TypeError: as `two_cache_attn_decode_flash_mla`.
+        NotImplementedError: as `two_cache_attn_decode_flash_mla`.
+    """
+    return _two_cache_flash_mla(
+        q_thd, window_pow, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype, clean_lists, whole=True
+    )
+
+
+def _two_cache_flash_mla(
+    q_thd: Tensor,
+    window_pow: Tensor,
+    window_idx_tk: Tensor,
+    main_pow: Tensor,
+    main_idx_tk: Tensor,
+    sink_h: Tensor | None,
+    caches: TwoCaches,
+    dtype: torch.dtype,
+    clean_lists: bool,
+    *,
+    whole: bool,
+) -> tuple[Tensor, Tensor]:
+    expect_shape("window_pow", window_pow, "pow", {"w": caches.window.record_bytes})
+    expect_dtype("window_pow", window_pow, torch.uint8)
+    _check_pair(q_thd, window_idx_tk, main_pow, main_idx_tk, sink_h, caches, dtype)
+    if dtype is not torch.bfloat16:
+        raise NotImplementedError(f"dtype: expected bfloat16, got {dtype}")
+    if q_thd.shape[1] not in (64, 128) or not len(q_thd):
+        raise NotImplementedError(f"q_thd: expected tokens of 64 or 128 heads, got {tuple(q_thd.shape)}")
+    found = (caches.window.record_bytes, caches.main.record_bytes, caches.layout)
+    if found != (584, 584, PageLayout.SECTIONED):
+        raise NotImplementedError(f"caches: expected records of 584 bytes in sectioned pages, got {found}")
+    _expect_pages("window_pow", window_pow)
+    _expect_pages("main_pow", main_pow)
+    library = flash_mla_legacy()
+    q_t1hd = q_thd[:, None].contiguous()
+    window, main, window_t, main_t = window_idx_tk, main_idx_tk, None, None
+    if not clean_lists:
+        window = flash_mla_lists(window, window_pow.shape[0] * window_pow.shape[1], 64)
+        main = flash_mla_lists(main, main_pow.shape[0] * main_pow.shape[1], 64)
+        window_t, main_t = _used(window), _used(main)
+    blocks_t = _blocks(window, window_t).clamp_min(1) + _blocks(main, main_t) if whole else None
+    out_t1hu, lse_th1 = library.flash_mla_with_kvcache(
+        q_t1hd,
+        window_pow[:, :, None],
+        None,
+        None,
+        512,
+        flash_mla_schedule(library, q_t1hd, blocks_t),
+        softmax_scale=caches.scale,
+        is_fp8_kvcache=True,
+        indices=window[:, None],
+        attn_sink=sink_h,
+        extra_k_cache=main_pow[:, :, None],
+        extra_indices_in_kvcache=main[:, None],
+        topk_length=window_t,
+        extra_topk_length=main_t,
+        use_legacy=True,
+    )
+    return out_t1hu[:, 0], lse_th1[:, :, 0].masked_fill(lse_th1[:, :, 0] == torch.inf, -torch.inf)
+
+
+def _used(lists: Tensor) -> Tensor:
+    """How many entries of every list there are up to the last that is no hole."""
+    place_k = torch.arange(1, lists.shape[1] + 1, dtype=torch.int32, device=lists.device)
+    return torch.where(lists >= 0, place_k, 0).amax(1)
+
+
+def _blocks(lists: Tensor, length_t: Tensor | None) -> Tensor:
+    """How many blocks of 64 entries of every list are walked."""
+    return torch.full_like(lists[:, 0], lists.shape[1] // 64) if length_t is None else (length_t + 63) // 64
 
 
 def _launch_specialised(

@@ -74,6 +74,14 @@ def ptxas_version() -> str:
     return release.splitlines()[0] if release else "unknown"
 
 
+def architecture(device: str) -> str:
+    """What entries of the ledger and records call a device: "cpu", "sm90", …"""
+    if device == "cpu":
+        return device
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm{major}{minor}"
+
+
 def facts(device: str = "cpu") -> dict[str, Any]:
     """What a result is bound to: machine, device, library versions, numeric switches."""
     record: dict[str, Any] = {
@@ -92,7 +100,7 @@ def facts(device: str = "cpu") -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
         record |= {
             "device_name": properties.name,
-            "capability": f"sm{properties.major}{properties.minor}",
+            "capability": architecture(device),
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
             "ptxas": ptxas_version(),

@@ -461,6 +461,79 @@ def measure_v4_scores(seeds: int) -> dict[str, Any]:
     }
 
 
+def measure_lse_sm90(seeds: int) -> dict[str, Any]:
+    """How much of the budget an LSE uses behind the bf16 unit of SM90: scores as one chain, and as sums of parts.
+
+    One chain is what kernels do today, and their known failures are bounded by its worst; parts of 128 must pass.
+    """
+    from .bf16_unit import lse_on_sm90
+    from .cards.sparse_attn import SparseCase
+
+    op = load_card("sparse_attn").op("sparse_attn")
+    one_key = [
+        SparseCase(tokens=3, heads=64, dim=d, value_dim=512, keys=2, topk=1, regime=r, holes="none")
+        for d in (512, 576)
+        for r in ("normal", "peaked", "flat", "mean1")
+    ]
+    longer = [
+        SparseCase(tokens=2, heads=64, dim=576, value_dim=512, keys=400, topk=140, lengths="mixed", regime=r)
+        for r in ("normal", "peaked")
+    ]
+    parts: dict[str, int | None] = {"one chain": None, "parts of 256": 256, "parts of 192": 192, "parts of 128": 128}
+    output = next(o for o in op.outputs if o.name == "lse_th")
+    worst: dict[str, float] = defaultdict(float)
+    over: dict[str, int] = defaultdict(int)
+    for case in (*one_key, *longer):
+        for seed in range(seeds):
+            inputs = op.draw(case, case_rng("sparse_attn", op.name, case.id, 5000 + seed))
+            views = OracleSet(op, inputs).of(output)
+            for name, part in parts.items():
+                used = output.rule_for(torch.float32).judge(lse_on_sm90(inputs, part=part), views).used
+                worst[name] = max(worst[name], used)
+                over[name] += used >= 1.0
+    return {
+        "seeds": seeds,
+        "cases": [case.id for case in (*one_key, *longer)],
+        "judgements": seeds * (len(one_key) + len(longer)),
+        "false_alarms": over["parts of 128"],
+        "worst": dict(worst),
+        "over_the_budget": dict(over),
+    }
+
+
+def measure_scales_bf16(seeds: int) -> dict[str, Any]:
+    """How much of its budget attention over 656-byte records uses when any fp32 scale is rounded to bf16 first.
+
+    So FlashMLA reads them; scales that are powers of two, which is what writers store, are none the worse.
+    """
+    op = load_card("dsa").op("sparse_mla")
+    cases = [case for case in op.cases(True) if case.writer == "f32" and case.heads in (64, 128)]
+    worst: dict[str, float] = defaultdict(float)
+    least, over = float("inf"), 0
+    for case in cases:
+        for seed in range(seeds):
+            inputs = op.draw(case, case_rng("dsa", op.name, case.id, 5000 + seed))
+            cache = inputs["cache_pow"].clone()
+            scales = cache[..., 512:528].contiguous().view(torch.float32)
+            cache[..., 512:528] = scales.bfloat16().float().view(torch.uint8)
+            got = OracleSet(op, inputs | {"cache_pow": cache}).contract
+            stored = {o.name: got[o.name].to(o.dtype) for o in op.outputs}
+            used = {v.output: v.budget_used or 0.0 for v in judge(stored, OracleSet(op, inputs))}
+            for name, value in used.items():
+                worst[name] = max(worst[name], value)
+            over += used["out_thu"] >= 1.0
+            least = min(least, used["out_thu"])
+    return {
+        "seeds": seeds,
+        "cases": [case.id for case in cases],
+        "judgements": seeds * len(cases),
+        "false_alarms": 0,
+        "worst": dict(worst),
+        "least_of_out_thu": least,
+        "over_the_budget": over,
+    }
+
+
 @dataclass
 class _Selection:
     contract: torch.Tensor
@@ -475,7 +548,12 @@ def _top_k(scores: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> b
     return TopK(scores="scores").judge(got, oracles).ok
 
 
-OTHERS = {"top-k": measure_top_k, "v4-scores": measure_v4_scores}
+OTHERS = {
+    "top-k": measure_top_k,
+    "v4-scores": measure_v4_scores,
+    "lse-sm90": measure_lse_sm90,
+    "scales-bf16": measure_scales_bf16,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

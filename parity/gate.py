@@ -15,7 +15,7 @@ from typing import Any
 
 from . import ledger
 from .card import Candidate, Card, Inputs, Op, Peer, case_rng
-from .environment import fixed_numerics
+from .environment import architecture, fixed_numerics
 from .judge import Verdict, judge
 from .oracles import BadCase, OracleSet
 from .outcome import Outcome, Status
@@ -105,7 +105,7 @@ class Runner:
         self.settings = settings
         self.report = report
         self.progress: Callable[[int, int], None] = lambda done, total: None  # cases finished, cases in all
-        self.entries = ledger.read()
+        self.entries = ledger.read(arch=architecture(settings.device))
         self._local = threading.local()
         self._workers: list[Worker] = []
         self._lock = threading.Lock()

@@ -192,6 +192,21 @@ def batch_invariant(inputs: Inputs, context: Context) -> Iterator[Variant]:
     )
 
 
+CROWD = 130  # about as many requests as an H200 has multiprocessors
+
+
+def in_a_crowd(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """Hook of batch_invariant for decode: also among as many requests as a chip is wide, which a scheduler may see.
+
+    For `--full` and rows of production width; the cheap ones meet large batches anyway.
+    """
+    yield from batch_invariant(inputs, context)
+    op, n = context.op, num_rows(inputs, context.op)
+    if n and context.full and row_bytes(inputs, op) > CHEAP_ROW_BYTES:
+        rows = [i % n for i in range(CROWD)]
+        yield Variant(label=f"batch of {CROWD}", calls=(take(inputs, op, rows),), expect=pick_rows(op, rows))
+
+
 def row_chunks(inputs: Inputs, context: Context) -> Iterator[Variant]:
     """Hook of chunk_invariant where rows are independent: the batch in chunks of 1 and of about half."""
     op, n = context.op, num_rows(inputs, context.op)

@@ -27,8 +27,10 @@ from deeptwin.optimized.dsa import (
     dsa_index_scores_tilelang_fp8,
     dsa_index_scores_triton,
     sparse_mla_flash_mla,
+    sparse_mla_flash_mla_unsplit,
     sparse_mla_triton,
 )
+from deeptwin.optimized.providers import flash_mla_lists
 from deeptwin.parity import goldens
 from deeptwin.parity.card import case_rng, load_card
 from deeptwin.parity.cards.dsa import CONFIGS, RECORDS, ScoreCase, index_config, layer_weights, stored_state, table_of
@@ -574,18 +576,19 @@ def test_the_fp8_unit_has_a_rule_of_its_own() -> None:
 
 def test_attention_over_records_is_refused() -> None:
     both = (sparse_mla, sparse_mla_triton)
-    all_three = (*both, sparse_mla_flash_mla)
+    flash = (sparse_mla_flash_mla, sparse_mla_flash_mla_unsplit)
+    all_three = (*both, *flash)
     raises(ValueError, "q_thd", {"q_thd": draw(1, 2, 3, 512)}, MLA, *all_three)
     raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 655, dtype=torch.uint8)}, MLA, *all_three)
     raises(ValueError, "idx_tk", {"idx_tk": int32([0, 1])}, MLA, *all_three)
     raises(ValueError, "scale", {"scale": 0.0}, MLA, *all_three)
     raises(TypeError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 656)}, MLA, *all_three)
     raises(TypeError, "idx_tk", {"idx_tk": torch.zeros(2, 5, dtype=torch.int64)}, MLA, *all_three)
-    raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 528, dtype=torch.uint8)}, MLA, *both)
+    raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 528, dtype=torch.uint8)}, MLA, *all_three)
     raises(ValueError, "topk_length_t", {"topk_length_t": int32([1])}, MLA, *both)
     raises(TypeError, "topk_length_t", {"topk_length_t": torch.zeros(2)}, MLA, *both)
     raises(TypeError, "dtype", {"dtype": torch.float64}, MLA, sparse_mla)
-    raises(TypeError, "q_thd", {"q_thd": torch.zeros(2, 3, 576)}, MLA, sparse_mla_triton, sparse_mla_flash_mla)
+    raises(TypeError, "q_thd", {"q_thd": torch.zeros(2, 3, 576)}, MLA, sparse_mla_triton, *flash)
 
 
 def test_the_adapter_of_flash_mla_declines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,33 +601,46 @@ def test_the_adapter_of_flash_mla_declines(monkeypatch: pytest.MonkeyPatch) -> N
         "cache_pow": {"cache_pow": apart},
         "flash_mla": {},
     }.items():
-        raises(NotImplementedError, name, change, good, sparse_mla_flash_mla)
+        raises(NotImplementedError, name, change, good, sparse_mla_flash_mla, sparse_mla_flash_mla_unsplit)
 
 
 def test_the_adapter_of_flash_mla_pads_lists_and_turns_the_lse_of_an_empty_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the library, with its conventions: what is passed, and what becomes of what it returns."""
 
+    schedules: list[Any] = []
+
     def forward(
-        q: Tensor, cache: Tensor, table: None, lengths: None, width: int, schedule: str, **how: Any
+        q: Tensor, cache: Tensor, table: None, lengths: None, width: int, schedule: Any, **how: Any
     ) -> tuple[Tensor, Tensor]:
         lists = how.pop("indices")
-        assert (table, lengths, width, schedule, lists.shape) == (None, None, 512, "empty", (2, 1, 64))
+        assert (table, lengths, width, lists.shape) == (None, None, 512, (2, 1, 64))
         assert how == {"softmax_scale": 1.0, "is_fp8_kvcache": True, "use_legacy": True}
+        assert lists.min() == -1  # nothing but -1 is a hole to the library
+        schedules.append(schedule)
         out, lse = sparse_mla(q[:, 0], cache[:, :, 0], lists[:, 0], None, scale=1.0)
         return out.bfloat16()[:, None], lse.float().masked_fill(lse == -torch.inf, torch.inf)[:, :, None]
 
     library = SimpleNamespace(
         flash_mla_with_kvcache=forward,
-        get_mla_metadata=lambda: ("empty", None),
+        get_mla_metadata=lambda: (SimpleNamespace(), None),
         flash_mla_sparse_fwd=lambda use_legacy: None,
     )
     monkeypatch.setitem(sys.modules, "flash_mla", library)
-    given = MLA | {"q_thd": draw(1, 2, 64, 576), "idx_tk": int32([[0, 3, -1], [-1, -1, -1]])}
-    out, lse = sparse_mla_flash_mla(**given)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
+    given = MLA | {"q_thd": draw(1, 2, 64, 576), "idx_tk": int32([[0, 3, -7], [-1, 10**6, -1]])}
     right, right_lse = sparse_mla(**given)
-    assert torch.equal(out, right.bfloat16())
-    assert torch.equal(lse, right_lse.float())
-    assert bool(torch.isneginf(lse[1]).all())
+    for function in (sparse_mla_flash_mla, sparse_mla_flash_mla, sparse_mla_flash_mla_unsplit):
+        out, lse = function(**given)
+        assert torch.equal(out, right.bfloat16())
+        assert torch.equal(lse, right_lse.float())
+        assert bool(torch.isneginf(lse[1]).all())
+    clean = given | {"idx_tk": flash_mla_lists(given["idx_tk"], 8, 64)}
+    assert torch.equal(sparse_mla_flash_mla(**clean, clean_lists=True)[0], right.bfloat16())
+    # a schedule is what a call leaves in it: none is used twice
+    assert len({id(schedule) for schedule in schedules}) == 4
+    assert [vars(schedules[i]) for i in (0, 1, 3)] == [{}, {}, {}]
+    assert schedules[2].num_splits.tolist() == [0, 1, 2]
+    assert schedules[2].tile_scheduler_metadata[:, [0, 1, 3]].tolist() == [[2, 0, 1], [0, 0, 1], [1, 1, 1]]
 
 
 def test_kernels_decline_and_refuse_buffers() -> None:

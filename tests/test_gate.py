@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import subprocess
@@ -11,18 +12,20 @@ from itertools import combinations, product
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from deeptwin.parity import casefile, changed, ledger, report
 from deeptwin.parity.__main__ import _shrink_first, app
-from deeptwin.parity.card import Candidate, card_names, case_rng, load_card
+from deeptwin.parity.card import Candidate, Relation, card_names, case_rng, load_card
 from deeptwin.parity.gate import Job, Runner, Settings, plan
 from deeptwin.parity.outcome import Outcome, Status, exit_status
 from deeptwin.parity.pairing import every_pair
 from deeptwin.parity.pool import Worker
 from deeptwin.parity.protocol import BuildRequest
+from deeptwin.parity.relations import Context, compare, in_a_crowd
 from deeptwin.parity.shrink import Shrinker
 
 TESTS = Path(__file__).parent
@@ -204,6 +207,25 @@ def test_an_unsupported_row_that_was_not_required_does_not_fail_the_run():
     assert exit_status([outcome(Status.PASSED), outcome(Status.UNSUPPORTED, required=False)]) == 0
 
 
+def test_what_looks_at_a_crowd_is_caught_only_with_wide_rows():
+    op = replace(OP, rows={"x_tm": 0}, out_rows={"y_tm": 0})
+    relation = Relation(name="batch_invariant", axis="requests", hook=in_a_crowd)
+
+    def split_by_the_batch(inputs):
+        x_tm = inputs["x_tm"]
+        return {"y_tm": x_tm + (len(x_tm) > 100)}
+
+    def found(width, full):
+        context = Context(op=op, relation=relation, rng=np.random.default_rng(0), full=full)
+        inputs = {"x_tm": torch.ones(3, width)}
+        return compare(split_by_the_batch, inputs, in_a_crowd(inputs, context), context)
+
+    assert found(8192, True).detail.startswith("batch of 130: y_tm[0, 0]: 2 against 1")
+    assert found(8192, False).status == "bit-equal"
+    # narrow rows meet large batches anyway
+    assert found(8, True).detail.startswith("batch of 127")
+
+
 # ledger
 
 
@@ -224,14 +246,42 @@ def test_an_entry_covers_only_its_own_check():
     assert ledger.apply(outcome(Status.MISMATCH, check="z"), (ENTRY,)).status is Status.MISMATCH
 
 
+def test_a_tolerated_failure_that_gets_worse_fails():
+    bounded = replace(ENTRY, at_most=2.0, cause="measured")
+    assert ledger.apply(outcome(Status.MISMATCH, budget_used=1.7), (bounded,)).status is Status.KNOWN_FAILURE
+    for used in (2.1, float("inf")):
+        worse = ledger.apply(outcome(Status.MISMATCH, budget_used=used), (bounded,))
+        assert worse.status is Status.MISMATCH
+        assert "up to 2.0 of the budget (#7)" in worse.message
+    assert ledger.apply(outcome(Status.PASSED, budget_used=0.5), (bounded,)).diagnosis == "stale ledger entry"
+
+
+def test_an_entry_may_be_about_one_architecture(tmp_path):
+    path = tmp_path / "ledger.json"
+    path.write_text(json.dumps([vars(ENTRY), vars(replace(ENTRY, arch="sm90"))]))
+    assert [entry.arch for entry in ledger.read(path)] == ["", "sm90"]
+    assert [entry.arch for entry in ledger.read(path, arch="cpu")] == [""]
+
+
 def test_a_ledger_entry_without_issue_or_with_a_bad_mode_is_refused(tmp_path):
     with pytest.raises(ValueError, match="issue: expected"):
         replace(ENTRY, issue="")
+    with pytest.raises(ValueError, match="cause: expected"):
+        replace(ENTRY, at_most=2.0)
     with pytest.raises(ValueError, match="mode: expected"):
         replace(ENTRY, mode="skip")
     (tmp_path / "ledger.json").write_text('[{"component": "c"}]')
     with pytest.raises(ValueError, match=r"ledger\.json: expected a list of ledger entries"):
         ledger.read(tmp_path / "ledger.json")
+
+
+def test_every_entry_of_the_ledger_is_about_a_check_that_there_is():
+    for entry in ledger.read():
+        op = load_card(entry.component).op(entry.op)
+        assert any(fnmatch.fnmatch(case.id, entry.case) for case in op.cases(True)), entry
+        assert entry.candidate in {row.name for row in op.candidates}, entry
+        checks = {output.name for output in op.outputs} | {relation.name for relation in op.relations}
+        assert fnmatch.filter(checks, entry.check), entry
 
 
 def test_never_launch_is_not_launched(monkeypatch):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deeptwin.optimized.mla import (
     mla_decode_flash_mla,
+    mla_decode_flash_mla_unsplit,
     mla_decode_tilelang,
     mla_decode_triton,
     mla_prefill_triton,
@@ -552,7 +553,8 @@ def decode_arguments() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_decode_refuses_values(name: str) -> None:
-    for function in (mla_decode, mla_decode_triton, mla_decode_tilelang, mla_decode_flash_mla):
+    flash = (mla_decode_flash_mla, mla_decode_flash_mla_unsplit)
+    for function in (mla_decode, mla_decode_triton, mla_decode_tilelang, *flash):
         with pytest.raises(ValueError, match=f"^{name}: "):
             function(**decode_arguments() | {name: BAD_VALUES[name]})
 
@@ -560,7 +562,8 @@ def test_decode_refuses_values(name: str) -> None:
 @pytest.mark.parametrize("name", ["block_table_bp", "lengths_b"])
 def test_decode_refuses_long_indices(name: str) -> None:
     long = torch.zeros((2, 2) if name == "block_table_bp" else 2, dtype=torch.int64)
-    for function in (mla_decode, mla_decode_triton, mla_decode_tilelang, mla_decode_flash_mla):
+    flash = (mla_decode_flash_mla, mla_decode_flash_mla_unsplit)
+    for function in (mla_decode, mla_decode_triton, mla_decode_tilelang, *flash):
         with pytest.raises(TypeError, match=f"^{name}: "):
             function(**decode_arguments() | {name: long})
 
@@ -639,23 +642,34 @@ def flash_arguments(**changes: Any) -> dict[str, Any]:
 def test_the_adapter_of_flash_mla_passes_pages_and_turns_the_lse(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the library, with its conventions: what is passed, and what becomes of what it returns."""
 
+    schedules: list[Any] = []
+
     def forward(
-        q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, width: int, schedule: str, **how: Any
+        q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, width: int, schedule: Any, **how: Any
     ) -> tuple[Tensor, Tensor]:
-        assert (schedule, how) == ("empty", {"softmax_scale": 0.1, "causal": False, "use_legacy": True})
+        assert how == {"softmax_scale": 0.1, "causal": False, "use_legacy": True}
+        schedules.append(schedule)
         out, lse = mla_decode(q, cache[:, :, 0], table, lengths, scale=0.1, value_dim=width)
         return out.bfloat16(), lse.float().masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2)
 
     library = SimpleNamespace(
         flash_mla_with_kvcache=forward,
-        get_mla_metadata=lambda: ("empty", None),
+        get_mla_metadata=lambda: (SimpleNamespace(), None),
         flash_mla_sparse_fwd=lambda use_legacy: None,
     )
     monkeypatch.setitem(sys.modules, "flash_mla", library)
-    out, lse = mla_decode_flash_mla(**flash_arguments())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=2))
     right, right_lse = mla_decode(**flash_arguments())
-    assert torch.equal(out, right.bfloat16())
-    assert torch.equal(lse, right_lse.float())
+    for function in (mla_decode_flash_mla, mla_decode_flash_mla, mla_decode_flash_mla_unsplit):
+        out, lse = function(**flash_arguments())
+        assert torch.equal(out, right.bfloat16())
+        assert torch.equal(lse, right_lse.float())
+    # a schedule is what a call leaves in it: none is used twice
+    assert len({id(schedule) for schedule in schedules}) == 3
+    assert [vars(schedule) for schedule in schedules[:2]] == [{}, {}]
+    assert schedules[2].num_splits.tolist() == [0, 1, 2]
+    # lengths of 5 and 0 are one block and none
+    assert schedules[2].tile_scheduler_metadata.tolist() == [[0, 0, 0, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -666,6 +680,7 @@ def test_the_adapter_of_flash_mla_passes_pages_and_turns_the_lse(monkeypatch: py
             "dtype: ",
         ),
         ({"cache_pod": torch.zeros(3, 32, 576, dtype=torch.bfloat16)}, "cache_pod: expected pages of 64 slots"),
+        ({"cache_pod": torch.zeros(3, 576, 64, dtype=torch.bfloat16).mT}, "cache_pod: expected rows one behind"),
         ({}, "flash_mla: expected sgl-flash-mla"),
     ],
 )
@@ -673,8 +688,9 @@ def test_the_adapter_of_flash_mla_declines(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_mla", None)  # as if it were not installed
-    with pytest.raises(NotImplementedError, match=message):
-        mla_decode_flash_mla(**flash_arguments(**changes))
+    for function in (mla_decode_flash_mla, mla_decode_flash_mla_unsplit):
+        with pytest.raises(NotImplementedError, match=message):
+            function(**flash_arguments(**changes))
 
 
 def test_buffers_that_do_not_fit_are_refused() -> None:

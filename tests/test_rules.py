@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from deeptwin.parity import diagnose
+from deeptwin.parity.bf16_unit import lse_on_sm90, unit_dots
+from deeptwin.parity.card import case_rng, load_card
 from deeptwin.parity.floats import ordered, same_bytes, ulp_distance
 from deeptwin.parity.judge import _nonfinite_mismatch
+from deeptwin.parity.oracles import OracleSet
 from deeptwin.parity.rules import LSE, Bitwise, Budget, OfStored, OneRounding, TopK
 
 U = 2.0**-8
@@ -301,3 +304,33 @@ def test_a_diagnosis_fits_its_fault(change, text):
     truth = torch.randn(64, 16, generator=g, dtype=torch.float64)
     oracles = Fixed(semantic=truth, contract=truth, rival=truth.float())
     assert text in diagnose.diagnose(change(truth).float(), oracles, Budget())
+
+
+# the bf16 unit of SM90
+
+
+def test_the_unit_cuts_toward_zero_below_the_largest_exponent() -> None:
+    def one_and_eight(first: float, small: float) -> float:
+        q, k = (torch.tensor([[x, *[y] * 8]]).bfloat16() for x, y in ((first, 2.0**-13), (abs(first), small)))
+        return unit_dots(q, k).item()
+
+    # beside a product of exponent 0 the bit 2^-25 counts, 2^-26 does not
+    assert one_and_eight(1.0, 2.0**-12) == 1 + 2.0**-22
+    assert one_and_eight(1.0, 2.0**-13) == 1.0
+    # 1.5 · 1.5 has the exponent of its factors all the same
+    assert one_and_eight(1.5, 2.0**-12) == 2.25 + 2.0**-22
+    # the sum is cut to fp32 toward zero
+    assert one_and_eight(-1.0, 2.0**-12) == -1 + 2.0**-22
+    assert one_and_eight(-1.0, 2.0**-13) == -1.0
+    assert unit_dots(torch.tensor([[1.0, 2.0**-12]]).bfloat16(), torch.tensor([[1.0, 2.0**-12]]).bfloat16()).item() == 1
+
+
+def test_an_lse_behind_the_unit_uses_what_a_device_left_and_sums_of_parts_pass() -> None:
+    """The figure is what the kernel with specialised warps used on an H200 (golden/records/sm90)."""
+    op = load_card("sparse_attn").op("sparse_attn")
+    case = op.case("t2-h64-d512v512-s1400-k640-bf16-peaked-sink_normal-holes_some-len_none")
+    inputs = op.draw(case, case_rng("sparse_attn", op.name, case.id, 0))
+    output = next(o for o in op.outputs if o.name == "lse_th")
+    oracles = OracleSet(op, inputs).of(output)
+    assert LSE.judge(lse_on_sm90(inputs), oracles).used == 1.5313504589867284
+    assert LSE.judge(lse_on_sm90(inputs, part=128), oracles).ok

@@ -17,12 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deeptwin.optimized.providers import flash_mla_lists, whole_requests
 from deeptwin.optimized.sparse_attn import (
     sparse_attn_decode_tilelang,
     sparse_attn_decode_triton,
     sparse_attn_flash_mla,
     sparse_attn_tilelang,
     sparse_attn_triton,
+    two_cache_attn_decode_flash_mla,
+    two_cache_attn_decode_flash_mla_unsplit,
     two_cache_attn_decode_tilelang,
     two_cache_attn_decode_triton,
     two_cache_attn_tilelang,
@@ -433,6 +436,10 @@ def test_the_adapter_of_flash_mla_pads_lists_and_turns_the_lse_of_an_empty_row(m
         ),
         ({"value_dim": 256}, "q_thd: expected 64 or 128 heads of 512 or 576 with 512 values"),
         ({"kv_sd": torch.zeros(0, 512, dtype=torch.bfloat16)}, "q_thd, kv_sd: expected tokens and keys"),
+        (
+            {"kv_sd": torch.zeros(5, 513, dtype=torch.bfloat16)[:, :512]},
+            "kv_sd: expected rows at multiples of 16 bytes",
+        ),
         ({}, "flash_mla: expected sgl-flash-mla"),
     ],
 )
@@ -467,7 +474,8 @@ def test_two_caches_refuse_values() -> None:
             with pytest.raises(ValueError, match=f"^{name}: "):
                 function(**pair(False) | {name: value})
     for name, value in (bad | {"window_pow": wide}).items():
-        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton, two_cache_attn_decode_tilelang):
+        flash = (two_cache_attn_decode_flash_mla, two_cache_attn_decode_flash_mla_unsplit)
+        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton, two_cache_attn_decode_tilelang, *flash):
             with pytest.raises(ValueError, match=f"^{name}: "):
                 paged(**pair(True) | {name: value})
     with pytest.raises(ValueError, match=r"^main: "):
@@ -486,7 +494,8 @@ def test_two_caches_refuse_dtypes() -> None:
         for function in (two_cache_attn, two_cache_attn_triton, two_cache_attn_tilelang):
             with pytest.raises(TypeError, match=f"^{name}: "):
                 function(**pair(False) | {name: value})
-        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton, two_cache_attn_decode_tilelang):
+        flash = (two_cache_attn_decode_flash_mla, two_cache_attn_decode_flash_mla_unsplit)
+        for paged in (two_cache_attn_decode, two_cache_attn_decode_triton, two_cache_attn_decode_tilelang, *flash):
             with pytest.raises(TypeError, match=f"^{name}: "):
                 paged(**inputs | {name: value})
 
@@ -529,3 +538,97 @@ def test_the_kernel_of_two_caches_with_specialised_warps_declines(decode: bool) 
     apart = torch.zeros(3, 528, 8, dtype=torch.uint8).mT if decode else torch.zeros(512, 5).bfloat16().T
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         function(**given | {name: apart})
+
+
+def test_the_adapters_of_flash_mla_over_two_pools_decline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_mla", None)  # as if it were not installed
+    v4 = {"main_format": "v4", "layout": "sectioned"}
+    given = wide_pair(True, **v4)
+    odd = torch.zeros(3, 8 * 584 + 8, dtype=torch.uint8)[:, : 8 * 584].unflatten(1, (8, 584))
+    for message, inputs in {
+        "dtype: expected bfloat16": wide_pair(True, **v4, dtype="fp32"),
+        "q_thd: expected tokens of 64 or 128 heads": wide_pair(True, **v4, heads=2),
+        "caches: expected records of 584 bytes in sectioned pages": wide_pair(True, layout="sectioned"),
+        "caches: expected records of 584 bytes in sectioned": wide_pair(True, main_format="v4"),
+        "window_pow: expected pages of records in order": given | {"window_pow": odd},
+        "main_pow: expected pages of records in order": given | {"main_pow": odd},
+        "flash_mla: expected sgl-flash-mla": given,
+    }.items():
+        for function in (two_cache_attn_decode_flash_mla, two_cache_attn_decode_flash_mla_unsplit):
+            with pytest.raises(NotImplementedError, match=f"^{message}"):
+                function(**inputs)
+
+
+def test_the_adapter_of_flash_mla_over_two_pools_cuts_lists_at_their_last_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in for the library, with its conventions: what is passed, and what becomes of what it returns."""
+    schedules: list[Any] = []
+    caches = wide_pair(True, main_format="v4", layout="sectioned")["caches"]
+
+    def forward(
+        q: Tensor, cache: Tensor, table: None, lengths: None, width: int, schedule: Any, **how: Any
+    ) -> tuple[Tensor, Tensor]:
+        lists, more = how["indices"][:, 0], how["extra_indices_in_kvcache"][:, 0]
+        assert (lists.shape, more.shape, width, how["use_legacy"]) == ((2, 64), (2, 64), 512, True)
+        if schedules:
+            assert (how["topk_length"].tolist(), how["extra_topk_length"].tolist()) == ([2, 0], [1, 0])
+        else:
+            assert (how["topk_length"], how["extra_topk_length"]) == (None, None)
+        schedules.append(schedule)
+        pages = cache[:, :, 0], how["extra_k_cache"][:, :, 0]
+        out, lse = two_cache_attn_decode(q[:, 0], pages[0], lists, pages[1], more, how["attn_sink"], caches=caches)
+        return out.bfloat16()[:, None], lse.float().masked_fill(lse == -INF, INF)[:, :, None]
+
+    library = SimpleNamespace(
+        flash_mla_with_kvcache=forward,
+        get_mla_metadata=lambda: (SimpleNamespace(), None),
+        flash_mla_sparse_fwd=lambda use_legacy: None,
+    )
+    monkeypatch.setitem(sys.modules, "flash_mla", library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    drawn = wide_pair(True, main_format="v4", layout="sectioned", tokens=2, holes="none")
+    drawn["window_idx_tk"][0, 0], drawn["window_idx_tk"][0, 2], drawn["main_idx_tk"][0, 1:] = -5, 10**6, -1
+    drawn["window_idx_tk"][1], drawn["main_idx_tk"][1] = -1, -1
+    right, right_lse = two_cache_attn_decode(**drawn)
+    clean = drawn | {name: flash_mla_lists(drawn[name], 20, 64) for name in ("window_idx_tk", "main_idx_tk")}
+    out, lse = two_cache_attn_decode_flash_mla_unsplit(**clean, clean_lists=True)
+    assert torch.equal(out, right.bfloat16())
+    assert schedules[0].tile_scheduler_metadata[:, [0, 1, 3]].tolist() == [[2, 0, 2], [0, 0, 2], [2, 0, 2], [1, 1, 2]]
+    split = two_cache_attn_decode_flash_mla
+    for function in (split, split, two_cache_attn_decode_flash_mla_unsplit):
+        out, lse = function(**drawn)
+        assert torch.equal(out, right.bfloat16())
+        assert torch.equal(lse, right_lse.float())
+        assert (lse[1] == -INF).all()
+    # a schedule is what a call leaves in it: none is used twice
+    assert len({id(schedule) for schedule in schedules}) == 4
+    assert [vars(schedule) for schedule in schedules[1:3]] == [{}, {}]
+    # a window of no entry is a block too
+    assert schedules[3].tile_scheduler_metadata[:, [0, 1, 3]].tolist() == [[2, 0, 2], [0, 0, 2], [2, 0, 2], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(("entries", "width"), [(0, 64), (1, 64), (64, 64), (65, 128)])
+def test_lists_for_flash_mla_are_whole_steps_with_nothing_but_minus_one_in_holes(entries: int, width: int) -> None:
+    lists = flash_mla_lists(torch.arange(-1, entries - 1, dtype=torch.int32).expand(2, -1), 40, 64)
+    assert lists.shape == (2, width)
+    assert lists.dtype == torch.int32
+    named = torch.arange(width) - 1
+    assert torch.equal(lists[1], torch.where((named < min(entries - 1, 40)) & (named >= 0), named, -1).to(torch.int32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 20))
+def test_a_schedule_of_whole_requests_holds_each_once(blocks: list[int], parts: int) -> None:
+    table, splits = whole_requests(torch.tensor(blocks, dtype=torch.int32), parts)
+    assert (table.dtype, table.shape) == (torch.int32, (parts, 8))
+    assert splits.tolist() == list(range(len(blocks) + 1))
+    held, sizes = [], []
+    for first, last, first_block, last_block, *rest in table.tolist():
+        assert (first_block, rest) == (0, [0, 0, 0, 0])
+        if first < len(blocks):
+            held += range(first, last + 1)
+            sizes.append(last + 1 - first)
+            assert last_block == blocks[last]
+    assert held == list(range(len(blocks)))
+    assert max(sizes) <= -(-len(blocks) // parts)

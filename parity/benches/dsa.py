@@ -86,6 +86,7 @@ def _decode(batch: int, topk: int) -> Bench:
         draw=draw,
         flops=2.0 * batch * HEADS * topk * (WIDTH + VALUES),
         bytes=float(batch * (topk * (656 + 4) + 2 * HEADS * (WIDTH + VALUES))),
+        promises={"clean_lists": True},
     )
 
 

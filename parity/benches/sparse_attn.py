@@ -1,4 +1,4 @@
-"""Sparse attention at the widths of V3.2 (576), V4 (512) and V4.1 (two caches of records)."""
+"""Sparse attention at the widths of V3.2 (576) and V4 (512), and over two caches of records (V4, V4.1)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from deeptwin.reference.config import Q4K, Q8, PageLayout, RecordFormat, TwoCaches
+from deeptwin.reference.config import KV_V4, Q4K, Q8, PageLayout, RecordFormat, TwoCaches
 
 from ..bench import Bench
 from ..card import Inputs
@@ -83,6 +83,43 @@ def _two_caches(batch: int, queries: int) -> Bench:
     )
 
 
+def _v4_pages(draws: DeviceDraws, pages: int, page: int) -> Tensor:
+    """Sectioned pages of V4: codes and rotary channels of all entries, then their scales."""
+    codes = draws.bytes(0, 256, pages, page, KV_V4.channels) & 0xF7  # no NaN code
+    tail = draws.normal(pages, page, KV_V4.tail).view(torch.uint8)
+    scales = draws.bytes(118, 122, pages, page * KV_V4.scale_bytes)
+    rows = torch.cat([codes, tail], -1).flatten(1)
+    return torch.cat([rows, scales], 1).unflatten(1, (page, KV_V4.record_bytes))
+
+
+def _v4(batch: int, queries: int, heads: int, main: int) -> Bench:
+    dim, window, ring, page = KV_V4.width, 128, 134, 64
+    caches = TwoCaches(window=KV_V4, main=KV_V4, layout=PageLayout.SECTIONED, scale=dim**-0.5)
+    tokens, pages = batch * queries, max(64, batch * 2048 // page)
+
+    def draw(draws: DeviceDraws) -> Inputs:
+        return {
+            "q_thd": draws.normal(tokens, heads, dim),
+            "window_pow": _v4_pages(draws, batch, ring),
+            "window_idx_tk": draws.integers(0, batch * ring, tokens, window),
+            "main_pow": _v4_pages(draws, pages, page),
+            "main_idx_tk": draws.integers(0, pages * page, tokens, main),
+            "sink_h": draws.normal(heads, dtype=torch.float32),
+            "caches": caches,
+            "dtype": torch.bfloat16,
+        }
+
+    return Bench(
+        component="sparse_attn",
+        op="two_cache_attn_decode",
+        shape=f"v4-b{batch}-q{queries}-h{heads}-w{window}-m{main}",
+        draw=draw,
+        flops=2.0 * tokens * heads * (window + main) * 2 * dim,
+        bytes=float(tokens * ((window + main) * (KV_V4.record_bytes + 4) + 2 * 2 * heads * dim)),
+        promises={"clean_lists": True},
+    )
+
+
 def _two_prefill(tokens: int) -> Bench:
     heads, dim, window, main, rows, page, pages = 64, 512, 128, 512, 8192, 128, 256
     caches = TwoCaches(
@@ -121,4 +158,6 @@ BENCHES = (
     _prefill(64, 512, 4096, 512),
     *(_two_prefill(tokens) for tokens in (1024, 4096)),
     *(_two_caches(batch, queries) for batch, queries in ((1, 1), (8, 1), (64, 1), (128, 1), (128, 6))),
+    *(_v4(batch, queries, 64, 512) for batch, queries in ((1, 1), (128, 1), (128, 6))),
+    *(_v4(batch, 1, 128, 1024) for batch in (1, 128)),
 )

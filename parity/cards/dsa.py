@@ -42,7 +42,7 @@ from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..fp8_unit import Fp8Unit
 from ..peers.dsa import TINY
-from ..relations import CallFn, Context, Pick, Variant, join_rows, pick_rows, row_chunks
+from ..relations import CallFn, Context, Pick, Variant, in_a_crowd, join_rows, pick_rows, row_chunks
 from ..rules import ATTENTION, LSE, MLA_BLOCK, Bitwise, Budget, Close
 from .indexer import F32_SCORES
 from .linear import F32_PRODUCT
@@ -56,6 +56,8 @@ RECORD = KV_V32_FMLA.record_bytes
 # configurations
 
 WIDE = {fmt.name: fmt for fmt in (KV_V32_FMLA, KV_V32_DEMO, INDEX_FP8_POW2, INDEX_FP8_F32)}
+KV_V32_F32 = replace(KV_V32_DEMO, name="kv_v32_f32", quant=FP8_1X128)
+WRITERS = {"fmla": KV_V32_FMLA, "demo": KV_V32_DEMO, "f32": KV_V32_F32}
 KEYS = {"pow2": INDEX_FP8_POW2, "f32": INDEX_FP8_F32, "none": None}
 # real groups of 128 channels beside few heads and narrow rows
 LATENT = RecordFormat(name="tiny_latent", channels=128, tail=8, quant=FP8_1X128_POW2_SCALE_FLOOR)
@@ -150,7 +152,7 @@ class MlaCase:
     keys: int = 40
     topk: int = 17
     page: int = 5
-    writer: str = "fmla"  # fmla, demo
+    writer: str = "fmla"  # fmla, demo, f32: scales as they are, not rounded up to a power of two
     regime: str = "normal"
     holes: str = "some"  # none, some, leading, all, bad
     lengths: str = "none"  # none, mixed, zero
@@ -299,7 +301,7 @@ def _query_scale(regime: str) -> float:
 
 def draw_mla(case: MlaCase, rng: np.random.Generator) -> Inputs:
     """Lists that name records of one half only; all others, and gaps between pages, are bytes 0xFF."""
-    fmt = KV_V32_FMLA if case.writer == "fmla" else KV_V32_DEMO
+    fmt = WRITERS[case.writer]
     q = draws.normal(rng, case.tokens, case.heads, fmt.width, dtype=torch.bfloat16, scale=_query_scale(case.regime))
     usable = draws.distinct(rng, case.keys, max(1, case.keys // 2)) if case.keys else np.zeros(0, dtype=np.int64)
     mean = 1.0 if case.regime == "mean1" else 0.0
@@ -552,6 +554,7 @@ def cases_mla(full: bool) -> list[MlaCase]:
     found = [replace(base, regime=r) for r in (*REGIMES, "zeros", "huge", "tiny", "small", "nankey")]
     found += [
         replace(base, writer="demo", regime="small"),
+        replace(base, writer="f32"),
         replace(base, tokens=9, lengths="mixed"),
         replace(base, tokens=9, regime="mean1"),
         replace(base, lengths="zero"),
@@ -563,14 +566,19 @@ def cases_mla(full: bool) -> list[MlaCase]:
         replace(base, topk=1, keys=2, holes="none"),
         replace(base, tokens=0),
         replace(base, tokens=2, keys=2400, topk=1100, page=64, heads=2, lengths="mixed"),
-        MlaCase(tokens=1, heads=128, keys=300, topk=128, page=64),
+        MlaCase(tokens=1, heads=128, keys=300, topk=128, page=64, gap=0),
     ]
     if full:
         found += [replace(base, page=p, regime=r, topk=k) for p, r, k in product((2, 53, 64), REGIMES, (31, 33))]
         found += [MlaCase(tokens=1, heads=128, keys=4200, topk=2048, page=64, regime=r) for r in REGIMES]
         dense = MlaCase(tokens=3, heads=64, keys=900, topk=384, page=64, gap=0)
-        found += [dense, replace(dense, tokens=1, holes="leading", regime="mean1")]
+        found += [
+            dense,
+            replace(dense, tokens=1, holes="leading", regime="mean1"),
+            replace(dense, tokens=1, holes="bad"),
+        ]
         found += [replace(dense, writer=w, tokens=1, regime="peaked") for w in ("fmla", "demo")]
+        found += [replace(dense, writer="f32", tokens=1, heads=h) for h in (64, 128)]
     return list({case.id: case for case in found}.values())
 
 
@@ -905,8 +913,8 @@ def one_lowered(case: ScoreCase) -> str | None:
 
 def outside_flash_mla(case: MlaCase) -> str | None:
     """Why FlashMLA's legacy sparse decode does not take a case."""
-    fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none" and case.holes != "bad"
-    return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths, no holes but -1"
+    fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none"
+    return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths"
 
 
 def outside_specialised_scores(case: ScoreCase) -> str | None:
@@ -1294,7 +1302,7 @@ SPARSE_MLA = Op(
     rows={"q_thd": 0, "idx_tk": 0, "topk_length_t": 0},
     out_rows={"out_thu": 0, "lse_th": 0},
     relations=(
-        Relation(name="batch_invariant", axis="query tokens", only=long_lists),
+        Relation(name="batch_invariant", axis="query tokens", hook=in_a_crowd, only=long_lists),
         Relation(name="chunk_invariant", axis="query chunks", hook=row_chunks, only=long_lists),
         Relation(name="run_to_run", axis="repeats", only=long_lists),
         Relation(name="page_permutation", axis="pages, gaps between them", hook=moved_records, only=long_lists),
@@ -1309,6 +1317,14 @@ SPARSE_MLA = Op(
             needs=("flash_mla",),
             declines=outside_flash_mla,
             unpromised=dict.fromkeys(("batch_invariant", "chunk_invariant"), "its schedule splits lists by the batch"),
+            required=False,
+        ),
+        Candidate(
+            name="flash-mla-unsplit",
+            function="deeptwin.optimized.dsa:sparse_mla_flash_mla_unsplit",
+            archs=("sm90",),
+            needs=("flash_mla",),
+            declines=outside_flash_mla,
             required=False,
         ),
     ),

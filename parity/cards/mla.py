@@ -23,7 +23,7 @@ from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..pairing import every_pair
 from ..peers.mla import TINY
-from ..relations import CallFn, Context, Pick, Variant, join_rows, pick_rows, take
+from ..relations import CallFn, Context, Pick, Variant, in_a_crowd, join_rows, pick_rows, take
 from ..rules import ATTENTION, LSE, MLA_BLOCK, Bitwise, Close
 
 # configurations of whole blocks
@@ -834,7 +834,12 @@ DECODE = Op(
     rows={"q_bthd": 0, "block_table_bp": 0, "lengths_b": 0},
     out_rows={"out_bthu": 0, "lse_bth": 0},
     relations=(
-        Relation(name="batch_invariant", axis="requests", only=lambda case: few_keys(case) or specialised(case)),
+        Relation(
+            name="batch_invariant",
+            axis="requests",
+            hook=in_a_crowd,
+            only=lambda case: few_keys(case) or specialised(case),
+        ),
         Relation(name="run_to_run", axis="repeats", only=lambda case: plain(case) or specialised(case)),
         Relation(name="page_permutation", axis="pages and their size", hook=move_pages, only=one_split),
         Relation(
@@ -881,6 +886,14 @@ DECODE = Op(
             needs=("flash_mla",),
             declines=outside_flash_mla,
             unpromised=dict.fromkeys(("batch_invariant", "chunk_invariant"), "its schedule splits keys by the batch"),
+            required=False,
+        ),
+        Candidate(
+            name="flash-mla-unsplit",
+            function="deeptwin.optimized.mla:mla_decode_flash_mla_unsplit",
+            archs=("sm90",),
+            needs=("flash_mla",),
+            declines=outside_flash_mla,
             required=False,
         ),
     ),

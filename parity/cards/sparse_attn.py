@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deeptwin.reference.config import Q4K, Q8, PageLayout, RecordFormat, TwoCaches
+from deeptwin.reference.config import FP8_1X64, Q4K, Q8, PageLayout, RecordFormat, TwoCaches
 from deeptwin.reference.quant import dequantize, quantize
 
 from .. import draws
@@ -19,7 +19,7 @@ from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
 from ..pairing import every_pair
-from ..relations import Context, Variant, row_chunks
+from ..relations import Context, Variant, in_a_crowd, row_chunks
 from ..rules import ATTENTION, LSE, TWO_CACHES, Close
 
 _mutant, _control = variants("sparse_attn")
@@ -313,11 +313,14 @@ class PairCase:
 
     @property
     def caches(self) -> TwoCaches:
-        """Formats and layout; 512 channels are the records of V4.1."""
+        """Formats and layout; 512 channels are the records of V4.1, or of V4 in both caches."""
         fp8 = RecordFormat(name="kv_fp8", channels=self.channels, quant=Q8)
         fp4 = RecordFormat(name="kv_fp4", channels=self.channels, quant=Q4K)
-        main = fp4 if self.main_format == "fp4" else fp8
-        return TwoCaches(window=fp8, main=main, layout=PageLayout(self.layout), scale=self.channels**-0.5)
+        group = self.channels // 8
+        quant = replace(FP8_1X64, group=group)
+        v4 = RecordFormat(name="kv_v4", channels=7 * group, tail=group, pad=1, quant=quant)
+        window, main = {"fp4": (fp8, fp4), "fp8": (fp8, fp8), "v4": (v4, v4)}[self.main_format]
+        return TwoCaches(window=window, main=main, layout=PageLayout(self.layout), scale=self.channels**-0.5)
 
 
 def draw_pair_decode(case: PairCase, rng: np.random.Generator) -> Inputs:
@@ -356,20 +359,22 @@ def _drawn_cache(
     pages = -(-count // page) + 1
     slots = draws.distinct(rng, pages * page, max(entries, 1))
     mean = 1.0 if case.regime == "mean1" else 0.0
-    x = draws.normal(rng, len(slots), fmt.channels, dtype=torch.bfloat16, mean=mean)
+    x = draws.normal(rng, len(slots), fmt.width, dtype=torch.bfloat16, mean=mean)
     if case.regime == "ties":
         x[:] = x[:1].clone()
     x *= 2.0**-60 if case.regime == "tiny" else 1.0
-    codes, sf = (part.view(torch.uint8) for part in quantize(x, fmt=fmt.quant))
+    codes, sf = (part.view(torch.uint8) for part in quantize(x[:, : fmt.channels].contiguous(), fmt=fmt.quant))
     if case.regime == "nankey":
         sf[0, -1] = 255  # a NaN scale in either format
+    sf = torch.nn.functional.pad(sf, (0, fmt.pad))
+    tail = x[:, fmt.channels :].contiguous().view(torch.uint8)
     cache = draws.poisoned(pages, page * fmt.record_bytes + 32, dtype=torch.uint8)[:, : page * fmt.record_bytes]
     where, at = (torch.from_numpy(v) for v in (slots // page, slots % page))
     if case.layout == "interleaved":
-        cache.unflatten(1, (page, -1))[where, at] = torch.cat([codes, sf], 1)
+        cache.unflatten(1, (page, -1))[where, at] = torch.cat([codes, sf, tail], 1)
     else:
-        data = page * fmt.data_bytes
-        cache[:, :data].unflatten(1, (page, -1))[where, at] = codes
+        data = page * (fmt.record_bytes - fmt.scale_bytes)
+        cache[:, :data].unflatten(1, (page, -1))[where, at] = torch.cat([codes, tail], 1)
         cache[:, data:].unflatten(1, (page, -1))[where, at] = sf
     lists = np.full((case.tokens, entries), -1, dtype=np.int64)
     for row in lists:
@@ -385,18 +390,32 @@ def _drawn_cache(
 def _values(cache_pow: Tensor, fmt: RecordFormat, layout: PageLayout) -> Tensor:
     """Every record of a cache as a bf16 row."""
     pages, page, width = cache_pow.shape
-    data = fmt.data_bytes
+    data, scales = fmt.data_bytes, fmt.scale_bytes
     if layout is PageLayout.INTERLEAVED:
-        codes, sf = cache_pow.reshape(-1, width).split([data, width - data], 1)
+        codes, sf, tail = cache_pow.reshape(-1, width).split([data, scales, 2 * fmt.tail], 1)
     else:
-        parts = cache_pow.reshape(pages, -1).split([page * data, page * (width - data)], 1)
-        codes, sf = (part.reshape(pages * page, -1) for part in parts)
-    if fmt.quant == Q8:
-        return dequantize(codes.contiguous().view(torch.float8_e4m3fn), sf, fmt=Q8).to(torch.bfloat16)
-    return dequantize(codes, sf.contiguous().view(torch.float8_e4m3fn), fmt=fmt.quant).to(torch.bfloat16)
+        parts = cache_pow.reshape(pages, -1).split([page * (width - scales), page * scales], 1)
+        rows, sf = (part.reshape(pages * page, -1) for part in parts)
+        codes, tail = rows.split([data, 2 * fmt.tail], 1)
+    if fmt.quant == Q4K:
+        return dequantize(codes, sf.contiguous().view(torch.float8_e4m3fn), fmt=fmt.quant).to(torch.bfloat16)
+    codes = codes.contiguous().view(torch.float8_e4m3fn)
+    x = dequantize(codes, sf[:, : scales - fmt.pad], fmt=fmt.quant).to(torch.bfloat16)
+    return torch.cat([x, tail.contiguous().view(torch.bfloat16)], 1) if fmt.tail else x
 
 
 PAIR = PairCase(tokens=3)
+V4 = PairCase(
+    tokens=3,
+    heads=64,
+    channels=512,
+    window=128,
+    main=512,
+    ring=134,
+    page=64,
+    main_format="v4",
+    layout="sectioned",
+)
 
 
 def cases_pair_decode(full: bool) -> list[PairCase]:
@@ -409,6 +428,9 @@ def cases_pair_decode(full: bool) -> list[PairCase]:
         _pair(base, regime="peaked", dtype="fp32", layout="sectioned"),
         _pair(base, main_format="fp8"),
         _pair(base, main_format="fp8", layout="sectioned", heads=5, regime="mean1"),
+        _pair(base, main_format="v4", layout="sectioned"),
+        _pair(base, main_format="v4", layout="sectioned", regime="nankey"),
+        _pair(base, main_format="v4", tokens=1, regime="peaked"),
         _pair(base, tokens=0),
         _pair(base, tokens=1, heads=1, window=1, main=1, ring=1, page=1, holes="none"),
         _pair(base, window=0),
@@ -422,6 +444,7 @@ def cases_pair_decode(full: bool) -> list[PairCase]:
         _pair(base, sink="extreme", heads=8),
         _pair(base, regime="nankey"),
         PairCase(tokens=1, heads=64, channels=512, window=128, main=512, ring=134, page=64),
+        _pair(V4, tokens=1, window=64, main=130),
     ]
     if full:
         found += [
@@ -434,7 +457,7 @@ def cases_pair_decode(full: bool) -> list[PairCase]:
             )
             for r in REGIMES
         ]
-        found += wide_pairs()
+        found += wide_pairs() + v4_pairs()
     return list({case.id: case for case in found}.values())
 
 
@@ -472,6 +495,21 @@ def wide_pairs() -> list[PairCase]:
     ]
 
 
+def v4_pairs() -> list[PairCase]:
+    """What FlashMLA takes of V4: lists of several 64-key blocks, which it splits by the batch, holes, a sink, a NaN."""
+    return [
+        V4,
+        _pair(V4, heads=128, main=200, tokens=2),
+        _pair(V4, holes="leading", regime="mean1", tokens=2),
+        _pair(V4, holes="bad", sink="extreme", regime="flat", tokens=1),
+        _pair(V4, holes="all", tokens=1),
+        _pair(V4, holes="none", sink="none", regime="peaked", window=1, main=64, tokens=2),
+        _pair(V4, main=0, holes="none", tokens=1),
+        _pair(V4, window=0, main=70, tokens=1),
+        _pair(V4, regime="nankey", main=100, tokens=2),
+    ]
+
+
 def _pair(case: PairCase, **changes: object) -> PairCase:
     return replace(case, **changes)  # type: ignore[arg-type]
 
@@ -494,7 +532,7 @@ def pair_unlisted(inputs: Inputs, context: Context) -> Iterator[Variant]:
     if caches.layout is PageLayout.INTERLEAVED:
         flat.unflatten(1, (page, width))[unnamed.view(pages, page)] = 0
     else:
-        data = page * caches.main.data_bytes
+        data = page * (width - caches.main.scale_bytes)
         flat[:, :data].unflatten(1, (page, -1))[unnamed.view(pages, page)] = 0
         flat[:, data:].unflatten(1, (page, -1))[unnamed.view(pages, page)] = 0
     yield Variant(label="unlisted records zero", calls=(inputs | {"main_pow": flat.view(pages, page, width)},))
@@ -520,9 +558,13 @@ def golden_pair() -> list[PairCase]:
 
 
 def golden_pair_decode() -> list[PairCase]:
-    """Both arrangements, bad entries."""
+    """Both arrangements, bad entries, records of V4."""
     small = PairCase(tokens=2, heads=2, channels=32, window=5, main=9, ring=5, page=4)
-    return [small, _pair(small, layout="sectioned", holes="bad", sink="extreme")]
+    return [
+        small,
+        _pair(small, layout="sectioned", holes="bad", sink="extreme"),
+        _pair(small, layout="sectioned", main_format="v4"),
+    ]
 
 
 OUTPUTS = (Output(name="out_thu", rule=ATTENTION), Output(name="lse_th", rule=LSE, dtype=torch.float32))
@@ -755,8 +797,15 @@ DECODE = Op(
 
 def outside_specialised_pair(case: PairCase) -> str | None:
     """Why the kernel with specialised warps does not take a case."""
-    fits = case.heads % 64 == 0 and case.channels == 512 and case.dtype == "bf16"
-    return None if fits else "64·n heads of 512 channels with bf16 output only"
+    fits = case.heads % 64 == 0 and case.channels == 512 and case.dtype == "bf16" and case.main_format != "v4"
+    return None if fits else "64·n heads of 512 channels of V4.1 with bf16 output only"
+
+
+def outside_flash_mla_pair(case: PairCase) -> str | None:
+    """Why FlashMLA's legacy sparse decode does not take a case."""
+    fits = case.heads in (64, 128) and case.channels == 512 and case.dtype == "bf16" and case.tokens > 0
+    v4 = case.main_format == "v4" and case.layout == "sectioned"
+    return None if fits and v4 else "64 or 128 heads over V4's records in sectioned pages only"
 
 
 def plain_pair(case: PairCase) -> bool:
@@ -834,7 +883,7 @@ TWO_DECODE = Op(
     rows=PAIR_ROWS,
     out_rows=PAIR_OUT_ROWS,
     relations=(
-        Relation(name="batch_invariant", axis="query tokens", only=few_pair),
+        Relation(name="batch_invariant", axis="query tokens", hook=in_a_crowd, only=few_pair),
         Relation(name="run_to_run", axis="repeats", only=few_pair),
         Relation(name="page_permutation", axis="pages", hook=pair_pages, only=few_pair),
         Relation(
@@ -855,6 +904,23 @@ TWO_DECODE = Op(
             archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised_pair,
+            required=False,
+        ),
+        Candidate(
+            name="flash-mla",
+            function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_flash_mla",
+            archs=("sm90",),
+            needs=("flash_mla",),
+            declines=outside_flash_mla_pair,
+            unpromised={"batch_invariant": "its schedule splits lists by the batch"},
+            required=False,
+        ),
+        Candidate(
+            name="flash-mla-unsplit",
+            function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_flash_mla_unsplit",
+            archs=("sm90",),
+            needs=("flash_mla",),
+            declines=outside_flash_mla_pair,
             required=False,
         ),
     ),
@@ -907,6 +973,8 @@ TWO_DECODE = Op(
         _pair_mutant("scale_byte_as_exponent", "U53", "an e4m3 scale byte is taken for a power of two"),
         _pair_mutant("one_scale_a_record", "U23", "the first scale of a record serves all its groups"),
         _pair_mutant("window_exponent_off_by_one", "U52", "UE8M0 exponents are biased by 126"),
+        _pair_mutant("pad_of_scales_forgotten", "U23", "scales of V4's records are read seven bytes apart, not eight"),
+        _pair_mutant("tail_dropped", "U30", "the rotary channels of V4's records are zero"),
         _pair_mutant("lists_swapped", "U29", "each list is looked up in the other cache"),
         _pair_mutant("main_bounded_by_the_window", "U08", "main entries beyond the size of the window are holes"),
         _pair_mutant("hole_reads_the_last_record", "U79", "index −1 wraps to the last record"),
@@ -936,7 +1004,7 @@ CARD = Card(
         "empty row": "out exactly 0, LSE −inf",
         "NaN": "a NaN in a listed row comes out as NaN; unlisted rows may hold NaN",
         "layout": "bf16 rows [s, d] or pages [p, o, d] with any page stride, physical slot = page · o + slot",
-        "records": "uint8 pages [p, o, w], interleaved or sectioned, FP8 (528 B) or FP4 (288 B) at 512 channels",
+        "records": "uint8 pages [p, o, w], interleaved or sectioned; FP8 528 B, FP4 288 B, V4 584 B at 512 channels",
         "two caches": "window list, then main list, one softmax, duplicates kept; weights bf16, out bf16 or fp32",
     },
     ops=(PREFILL, DECODE, TWO_PREFILL, TWO_DECODE),

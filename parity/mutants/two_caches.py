@@ -25,6 +25,8 @@ class PairFaults:
     signs: bool = True
     main_scale: str = "e4m3"  # e4m3, exponent: the byte taken for a power of two; first: one scale for the record
     window_scale: int = 127  # bias of the exponent
+    pad: str = "skipped"  # skipped, forgotten: sections of scales without the byte behind those of an entry
+    tail: str = "read"  # read, zero
     stride: str = "given"  # given, contiguous
     softmax: str = "one"  # one, two_averaged
     sink: str = "once"  # once, per_cache
@@ -39,14 +41,19 @@ def records(faults: PairFaults, cache_pow: Tensor, fmt: RecordFormat, layout: Pa
     """Every record of a cache as fp32, [p * o, channels]."""
     p, o, w = cache_pow.shape
     pages = cache_pow.as_strided((p, o * w), (o * w, 1)) if faults.stride == "contiguous" else cache_pow.reshape(p, -1)
-    data, sectioned = fmt.data_bytes, layout is PageLayout.SECTIONED
+    data, scale, tail = fmt.data_bytes, fmt.scale_bytes, 2 * fmt.tail
+    sectioned = layout is PageLayout.SECTIONED
     if faults.layout == "other":
         sectioned = not sectioned
     if sectioned:
-        codes = pages[:, : o * data].reshape(p * o, data)
-        scales = pages[:, o * data :].reshape(p * o, w - data)
+        codes, kept = pages[:, : o * (w - scale)].reshape(p * o, w - scale).split([data, tail], dim=1)
+        scales = pages[:, o * (w - scale) :].reshape(p * o, scale)
     else:
-        codes, scales = pages.reshape(p * o, w).split([data, w - data], dim=1)
+        codes, scales, kept = pages.reshape(p * o, w).split([data, scale, tail], dim=1)
+    if faults.pad == "forgotten" and sectioned:
+        packed = pages[:, o * (w - scale) : o * (w - fmt.pad)]
+        scales = packed.reshape(p * o, scale - fmt.pad)
+    scales = scales[:, : scale - fmt.pad]
     if data < fmt.channels:
         low, high = NIBBLES[(codes & 15).long()], NIBBLES[(codes >> 4).long()]
         pair = (high, low) if faults.nibbles == "high_first" else (low, high)
@@ -61,7 +68,11 @@ def records(faults: PairFaults, cache_pow: Tensor, fmt: RecordFormat, layout: Pa
         values = codes.contiguous().view(torch.float8_e4m3fn).float()
         factor = torch.exp2(scales.float() - faults.window_scale)
         factor = torch.where(scales == 255, torch.nan, factor)
-    return values * factor.repeat_interleave(fmt.quant.group, 1)
+    values = values * factor.repeat_interleave(fmt.quant.group, 1)
+    if not fmt.tail:
+        return values
+    rows = kept.contiguous().view(torch.bfloat16).float()
+    return torch.cat([values, rows if faults.tail == "read" else torch.zeros_like(rows)], 1)
 
 
 def _attend(
@@ -168,6 +179,8 @@ signs_lost = decode(replace(_RIGHT, signs=False))
 scale_byte_as_exponent = decode(replace(_RIGHT, main_scale="exponent"))
 one_scale_a_record = decode(replace(_RIGHT, main_scale="first"))
 window_exponent_off_by_one = decode(replace(_RIGHT, window_scale=126))
+pad_of_scales_forgotten = decode(replace(_RIGHT, pad="forgotten"))
+tail_dropped = decode(replace(_RIGHT, tail="zero"))
 lists_swapped = decode(replace(_RIGHT, order="swapped"))
 main_bounded_by_the_window = decode(replace(_RIGHT, main_bound="window"))
 hole_reads_the_last_record = decode(replace(_RIGHT, attend=Faults(holes="wrap")))
