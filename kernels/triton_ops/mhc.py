@@ -9,7 +9,7 @@ reduction whose order a layout could change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,13 +21,17 @@ from .quant import output_buffer
 
 @dataclass(frozen=True, kw_only=True)
 class MhcLaunch:
-    """Tiles of the projection: `splits` runs of `span` channels fix the order of summation."""
+    """Tiles of the projection: `splits` runs of `span` channels, `channels` at a time, fix the order of summation.
+
+    How many tokens a program takes changes no result.
+    """
 
     span: int
     splits: int
-    tokens: int = 32
+    tokens: int
     channels: int = 64
-    num_warps: int = 4
+    num_warps: int = 8
+    num_stages: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +44,19 @@ class Gates:
     post_scale: float
 
 
-def mhc_launch(width: int) -> MhcLaunch:
+def mhc_launch(tokens: int, width: int) -> MhcLaunch:
     """Sixteen splits of the channels of a stream, fewer on narrow streams, whatever the number of tokens."""
     span = triton.cdiv(triton.cdiv(width, 16), 64) * 64
-    return MhcLaunch(span=span, splits=triton.cdiv(width, span))
+    few = tokens <= 64
+    return MhcLaunch(span=span, splits=triton.cdiv(width, span), tokens=64 if few else 128, num_warps=4 if few else 8)
+
+
+def boundary_launch(width: int) -> MhcLaunch:
+    """The splits of the projection alone; five more tiles are alive beside its own."""
+    return replace(mhc_launch(1, width), num_warps=8, num_stages=2)
 
 
 COLUMNS = 1024  # channels that a program of the elementwise kernels takes; it changes no result
-SATURATED = tl.constexpr(3.3895313892515355e38)  # the largest bf16 number
 TOKENS = 32  # tokens whose coefficients one program computes, one a thread; it changes no result
 
 
@@ -151,64 +160,89 @@ def _post(
 
 
 @triton.jit
-def _three_parts(x):
+def _split_weights(fn_ptr, parts_ptr, count, stride_fw, stride_fx, BLOCK: tl.constexpr):
+    """Three bf16 parts of row w: the low one to row 16 (w // 8) + w % 8, the middle one 8 below, the high one 64."""
+    w = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    mask = at < count
+    weight = tl.load(fn_ptr + w * stride_fw + at * stride_fx, mask=mask, other=0.0)
     # 24 significant bits in three bf16 numbers: both differences are exact
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
+    high = weight.to(tl.bfloat16)
+    rest = weight - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    part_ptrs = parts_ptr + (w // 8 * 16 + w % 8) * count + at
+    tl.store(part_ptrs, (rest - middle.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    tl.store(part_ptrs + 8 * count, middle, mask=mask)
+    tl.store(part_ptrs + 64 * count, high, mask=mask)
 
 
 @triton.jit
-def _add_product(sums, tile, fn_ptr, first, column, width, weights, stride_fw, stride_fx, BLOCK_W: tl.constexpr):
-    """Add the product of a bf16 tile [tokens, channels] with the weights of its stream, which start at `first`."""
-    w = tl.arange(0, BLOCK_W).to(tl.int64)
-    at = fn_ptr + (first + column[:, None]) * stride_fx + w[None, :] * stride_fw
-    weight = tl.load(at, mask=(column[:, None] < width) & (w[None, :] < weights), other=0.0)
-    high, middle, low = _three_parts(weight)
-    product = tl.dot(tile, low)
-    product = tl.dot(tile, middle, product)
-    product = tl.dot(tile, high, product)
-    return sums + product
+def _add_product(sums, tile, parts_ptr, first, column, width, WEIGHTS: tl.constexpr):
+    """Add the product of the parts of all weights with a bf16 tile [tokens, channels] of the stream at `first`."""
+    row = tl.arange(0, 128)
+    # rows of a part that no weight has are not read
+    is_part = (row % 64 // 16 * 8 + row % 8 < WEIGHTS) & ((row < 64) | (row % 16 < 8))
+    at = parts_ptr + row.to(tl.int64)[:, None] * (4 * width) + (first + column[None, :])
+    part = tl.load(at, mask=is_part[:, None] & (column[None, :] < width), other=0.0)
+    return sums + tl.dot(part, tl.trans(tile))
 
 
 @triton.jit
-def _store_partials(partial_ptr, sums, squares, token, tokens, weights, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr):
+def _pairs(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Neighbours added: an order that no layout changes."""
+    return tl.sum(tl.reshape(x, [ROWS, COLUMNS // 2, 2]), axis=2)
+
+
+@triton.jit
+def _add_squares(squares, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add the squares of a tile, four neighbours at a time."""
+    wide = tile.to(tl.float32)
+    return squares + _pairs(_pairs(wide * wide, ROWS, COLUMNS), ROWS, COLUMNS // 2)
+
+
+@triton.jit
+def _store_partials(
+    partial_ptr,
+    sums,
+    squares,
+    token,
+    tokens,
+    WEIGHTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
     """Rows of one split, tokens side by side: the products, then the square sum."""
-    # the sum over channels as a product with ones, into the column behind the weights: its order is the hardware's,
-    # not the layout's. An infinity has no three parts: it stands as the largest bf16 number
-    w = tl.arange(0, BLOCK_W).to(tl.int64)
-    ones = tl.where(w[None, :] == weights, 1.0, tl.zeros([BLOCK_M, BLOCK_W], tl.float32)).to(tl.bfloat16)
-    high, middle, low = _three_parts(tl.minimum(squares, SATURATED))
-    total = tl.dot(low, ones)
-    total = tl.dot(middle, ones, total)
-    total = tl.dot(high, ones, total)
-    at = partial_ptr + (tl.program_id(1).to(tl.int64) * (weights + 1) + w[None, :]) * tokens + token[:, None]
-    tl.store(at, sums + total, mask=(token[:, None] < tokens) & (w[None, :] <= weights))
+    # 1. low and middle part, then the high one
+    product = tl.sum(tl.sum(tl.reshape(sums, [2, 4, 2, 8, BLOCK_T]), axis=2), axis=0)
+    product = tl.reshape(product, [32, BLOCK_T])
+    w = tl.arange(0, 32)
+    first = partial_ptr + tl.program_id(1).to(tl.int64) * (WEIGHTS + 1) * tokens
+    at = first + w[:, None] * tokens + token[None, :]
+    tl.store(at, product, mask=(w[:, None] < WEIGHTS) & (token[None, :] < tokens))
+    # 2. sixteen columns of squares
+    squares = _pairs(_pairs(squares, BLOCK_T, 16), BLOCK_T, 8)
+    squares = _pairs(_pairs(squares, BLOCK_T, 4), BLOCK_T, 2)
+    tl.store(first + WEIGHTS * tokens + token, tl.reshape(squares, [BLOCK_T]), mask=token < tokens)
 
 
 @triton.jit
 def _project(
     stream_ptr,
-    fn_ptr,
+    parts_ptr,
     partial_ptr,
     tokens,
     width,
     span,
-    weights,
     stride_st,
     stride_sn,
     stride_sm,
-    stride_fw,
-    stride_fx,
+    WEIGHTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     start = tl.program_id(1) * span
-    sums = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    sums = tl.zeros([128, BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_T, BLOCK_M // 4], tl.float32)
     for step in range(0, 4 * span // BLOCK_M):
         # the four streams of a block of channels, one after the other
         n = step % 4
@@ -216,10 +250,9 @@ def _project(
         mask = (token[:, None] < tokens) & (column[None, :] < width)
         at = stream_ptr + token[:, None] * stride_st + n * stride_sn + column[None, :] * stride_sm
         tile = tl.load(at, mask=mask, other=0.0)
-        wide = tile.to(tl.float32)
-        squares += wide * wide
-        sums = _add_product(sums, tile, fn_ptr, n * width, column, width, weights, stride_fw, stride_fx, BLOCK_W)
-    _store_partials(partial_ptr, sums, squares, token, tokens, weights, BLOCK_M, BLOCK_W)
+        squares = _add_squares(squares, tile, BLOCK_T, BLOCK_M)
+        sums = _add_product(sums, tile, parts_ptr, n * width, column, width, WEIGHTS)
+    _store_partials(partial_ptr, sums, squares, token, tokens, WEIGHTS, BLOCK_T)
 
 
 @triton.jit
@@ -234,14 +267,13 @@ def _update_and_project(
     pre_ptr,
     post_ptr,
     comb_ptr,
-    fn_ptr,
+    parts_ptr,
     out_ptr,
     x_ptr,
     partial_ptr,
     tokens,
     width,
     span,
-    weights,
     stride_st,
     stride_sn,
     stride_sm,
@@ -254,19 +286,18 @@ def _update_and_project(
     stride_ct,
     stride_ci,
     stride_co,
-    stride_fw,
-    stride_fx,
     READ: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     live = token < tokens
     start = tl.program_id(1) * span
-    sums = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-    for step in range(0, span, BLOCK_M):
+    sums = tl.zeros([128, BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_T, BLOCK_M // 4], tl.float32)
+    for step in tl.range(0, span, BLOCK_M, num_stages=STAGES):
         # 1. the old streams and the output of the sub-layer
         column = start + step + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = live[:, None] & (column[None, :] < width)
@@ -278,7 +309,7 @@ def _update_and_project(
         r2 = tl.load(at + 2 * stride_sn, mask=mask, other=0.0).to(tl.float32)
         r3 = tl.load(at + 3 * stride_sn, mask=mask, other=0.0).to(tl.float32)
         read = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        for o in range(4):
+        for o in tl.static_range(4):
             # 2. a new stream, rounded; everything after reads the rounded value
             post = _coefficient(post_ptr, token, live, stride_pt, o * stride_pn)
             c0 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co)
@@ -288,14 +319,14 @@ def _update_and_project(
             tile = _updated(y, r0, r1, r2, r3, post, c0, c1, c2, c3)
             tl.store(out_ptr + (token[:, None] * 4 + o) * width + column[None, :], tile, mask=mask)
             # 3. its share of what the next sub-layer reads, and of the projection
-            wide = tile.to(tl.float32)
             if READ:
-                read = tl.fma(_coefficient(pre_ptr, token, live, stride_rt, o * stride_rn), wide, read)
-            squares += wide * wide
-            sums = _add_product(sums, tile, fn_ptr, o * width, column, width, weights, stride_fw, stride_fx, BLOCK_W)
+                pre = _coefficient(pre_ptr, token, live, stride_rt, o * stride_rn)
+                read = tl.fma(pre, tile.to(tl.float32), read)
+            squares = _add_squares(squares, tile, BLOCK_T, BLOCK_M)
+            sums = _add_product(sums, tile, parts_ptr, o * width, column, width, WEIGHTS)
         if READ:
             tl.store(x_ptr + token[:, None] * width + column[None, :], read.to(tl.bfloat16), mask=mask)
-    _store_partials(partial_ptr, sums, squares, token, tokens, weights, BLOCK_M, BLOCK_W)
+    _store_partials(partial_ptr, sums, squares, token, tokens, WEIGHTS, BLOCK_T)
 
 
 @triton.jit
@@ -317,11 +348,17 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _shares(a, b, c, d, eps):
+    """Four numbers divided by their sum plus eps: one reciprocal, four products."""
+    part = 1.0 / (((a + b) + (c + d)) + eps)
+    return a * part, b * part, c * part, d * part
+
+
+@triton.jit
 def _softmax_row(a, b, c, d, eps):
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
-    total = (a + b) + (c + d)
-    return a / total + eps, b / total + eps, c / total + eps, d / total + eps
+    a, b, c, d = _shares(tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top), 0.0)
+    return a + eps, b + eps, c + eps, d + eps
 
 
 @triton.jit
@@ -333,31 +370,19 @@ def _sinkhorn(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, co
     c0, c1, c2, c3 = _softmax_row(c0, c1, c2, c3, eps)
     d0, d1, d2, d3 = _softmax_row(d0, d1, d2, d3, eps)
     # 2. columns, then rows and columns in turn
-    total = ((a0 + b0) + (c0 + d0)) + eps
-    a0, b0, c0, d0 = a0 / total, b0 / total, c0 / total, d0 / total
-    total = ((a1 + b1) + (c1 + d1)) + eps
-    a1, b1, c1, d1 = a1 / total, b1 / total, c1 / total, d1 / total
-    total = ((a2 + b2) + (c2 + d2)) + eps
-    a2, b2, c2, d2 = a2 / total, b2 / total, c2 / total, d2 / total
-    total = ((a3 + b3) + (c3 + d3)) + eps
-    a3, b3, c3, d3 = a3 / total, b3 / total, c3 / total, d3 / total
+    a0, b0, c0, d0 = _shares(a0, b0, c0, d0, eps)
+    a1, b1, c1, d1 = _shares(a1, b1, c1, d1, eps)
+    a2, b2, c2, d2 = _shares(a2, b2, c2, d2, eps)
+    a3, b3, c3, d3 = _shares(a3, b3, c3, d3, eps)
     for _ in range(1, iters):
-        total = ((a0 + a1) + (a2 + a3)) + eps
-        a0, a1, a2, a3 = a0 / total, a1 / total, a2 / total, a3 / total
-        total = ((b0 + b1) + (b2 + b3)) + eps
-        b0, b1, b2, b3 = b0 / total, b1 / total, b2 / total, b3 / total
-        total = ((c0 + c1) + (c2 + c3)) + eps
-        c0, c1, c2, c3 = c0 / total, c1 / total, c2 / total, c3 / total
-        total = ((d0 + d1) + (d2 + d3)) + eps
-        d0, d1, d2, d3 = d0 / total, d1 / total, d2 / total, d3 / total
-        total = ((a0 + b0) + (c0 + d0)) + eps
-        a0, b0, c0, d0 = a0 / total, b0 / total, c0 / total, d0 / total
-        total = ((a1 + b1) + (c1 + d1)) + eps
-        a1, b1, c1, d1 = a1 / total, b1 / total, c1 / total, d1 / total
-        total = ((a2 + b2) + (c2 + d2)) + eps
-        a2, b2, c2, d2 = a2 / total, b2 / total, c2 / total, d2 / total
-        total = ((a3 + b3) + (c3 + d3)) + eps
-        a3, b3, c3, d3 = a3 / total, b3 / total, c3 / total, d3 / total
+        a0, a1, a2, a3 = _shares(a0, a1, a2, a3, eps)
+        b0, b1, b2, b3 = _shares(b0, b1, b2, b3, eps)
+        c0, c1, c2, c3 = _shares(c0, c1, c2, c3, eps)
+        d0, d1, d2, d3 = _shares(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _shares(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _shares(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _shares(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _shares(a3, b3, c3, d3, eps)
     # 3. sixteen numbers a token, one after the other
     at = comb_ptr + token * 16
     _store_row(at, a0, a1, a2, a3, live)
@@ -429,7 +454,6 @@ def _finish(
     live = token < tokens
     row = 4 if HEAD else 24
     squares = tl.load(total_ptr + row * tokens + token, mask=live, other=0.0)
-    squares = tl.where(squares < SATURATED, squares, float("inf"))
     rstd = 1.0 / tl.sqrt_rn(squares / count + norm_eps)
     # 2. how to read
     scale = tl.load(scale_ptr)
@@ -585,7 +609,7 @@ def mhc_mixes(
     if not stream_tnm.numel():
         return results
     require_runnable("stream_tnm", stream_tnm)
-    partial = _partials(stream_tnm, fn_wx, mhc_launch(m))
+    partial = _partials(stream_tnm, fn_wx, mhc_launch(t, m))
     _gate(partial, scale_z, base_w, results, m, gates)
     return results
 
@@ -603,7 +627,7 @@ def mhc_head_weights(
     if not stream_tnm.numel():
         return pre_tn
     require_runnable("stream_tnm", stream_tnm)
-    partial = _partials(stream_tnm, fn_nx, mhc_launch(m))
+    partial = _partials(stream_tnm, fn_nx, mhc_launch(t, m))
     _gate(partial, scale_z, base_n, (pre_tn, pre_tn, pre_tn), m, gates)
     return pre_tn
 
@@ -634,7 +658,7 @@ def mhc_boundary(
     if not stream_tnm.numel():
         return (new_tnm, x_tm, *results)
     require_runnable("stream_tnm", stream_tnm)
-    launch = mhc_launch(m)
+    launch = boundary_launch(m)
     weights = fn_wx.shape[0]
     partial = torch.empty((launch.splits, weights + 1, t), dtype=torch.float32, device=stream_tnm.device)
     read_tn = post_tn if pre_tn is None else pre_tn
@@ -644,25 +668,24 @@ def mhc_boundary(
         read_tn,
         post_tn,
         comb_tnn,
-        fn_wx,
+        _weight_parts(fn_wx),
         new_tnm,
         x_tm,
         partial,
         t,
         m,
         launch.span,
-        weights,
         *stream_tnm.stride(),
         *y_tm.stride(),
         *read_tn.stride(),
         *post_tn.stride(),
         *comb_tnn.stride(),
-        *fn_wx.stride(),
         READ=pre_tn is not None,
+        WEIGHTS=weights,
         BLOCK_T=launch.tokens,
         BLOCK_M=launch.channels,
-        BLOCK_W=_weight_tile(weights),
-        num_warps=2 * launch.num_warps,  # five wide tiles are alive beside those of the projection
+        STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
     )
     _gate(partial, scale_z, base_w, results, m, gates)
     if pre_tn is None:
@@ -682,8 +705,13 @@ def _coefficient_buffers(
     )
 
 
-def _weight_tile(weights: int) -> int:
-    return max(16, triton.next_power_of_2(weights + 1))
+def _weight_parts(fn_wx: torch.Tensor) -> torch.Tensor:
+    """Three bf16 parts of every weight, in the rows that `_split_weights` names; the others hold anything."""
+    weights, count = fn_wx.shape
+    parts = torch.empty((128, count), dtype=torch.bfloat16, device=fn_wx.device)
+    grid = (triton.cdiv(count, COLUMNS), weights)
+    _split_weights[grid](fn_wx, parts, count, *fn_wx.stride(), BLOCK=COLUMNS, num_warps=4)
+    return parts
 
 
 def _partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor, launch: MhcLaunch) -> torch.Tensor:
@@ -693,18 +721,17 @@ def _partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor, launch: MhcLaunch) 
     partial = torch.empty((launch.splits, weights + 1, t), dtype=torch.float32, device=stream_tnm.device)
     _project[(triton.cdiv(t, launch.tokens), launch.splits)](
         stream_tnm,
-        fn_wx,
+        _weight_parts(fn_wx),
         partial,
         t,
         m,
         launch.span,
-        weights,
         *stream_tnm.stride(),
-        *fn_wx.stride(),
+        WEIGHTS=weights,
         BLOCK_T=launch.tokens,
         BLOCK_M=launch.channels,
-        BLOCK_W=_weight_tile(weights),
         num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
     return partial
 

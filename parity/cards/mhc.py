@@ -18,7 +18,7 @@ from deeptwin.reference.weights import MhcSite
 
 from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
-from ..builds.presets import NO_PRODUCT
+from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..relations import CallFn, Context, Variant, row_chunks
@@ -349,11 +349,6 @@ COEFFICIENT_OUTPUTS = tuple(
     Output(name=name, rule=COEFFICIENTS, dtype=torch.float32) for name in ("pre_tn", "post_tn", "comb_tnn")
 )
 COEFFICIENT_ROWS = {"pre_tn": 0, "post_tn": 0, "comb_tnn": 0}
-_SMALL = (
-    "32 tokens by 32 coefficients a program: wgmma and tcgen05 take 64 rows or more, mma.sync is the unit that fits"
-)
-THIRTY_TWO = {"sm90": Expect(mma="mma.sync", reason=_SMALL), "sm100": Expect(mma="mma.sync", reason=_SMALL)}
-
 
 EXPAND = Op(
     name="mhc_expand",
@@ -539,7 +534,13 @@ MIXES = Op(
             name="project-m5120",
             kernel="deeptwin.kernels.triton_ops.mhc:_project",
             launch="deeptwin.parity.builds.launches.mhc:mixes",
-            expect=THIRTY_TWO | MATRIX,
+            expect=PRODUCT | MATRIX,
+        ),
+        BuildCase(
+            name="split-weights",
+            kernel="deeptwin.kernels.triton_ops.mhc:_split_weights",
+            launch="deeptwin.parity.builds.launches.mhc:mixes",
+            expect=NO_PRODUCT | VECTOR,
         ),
         BuildCase(
             name="sum-splits",
@@ -698,7 +699,7 @@ BOUNDARY = Op(
             name="m5120",
             kernel="deeptwin.kernels.triton_ops.mhc:_update_and_project",
             launch="deeptwin.parity.builds.launches.mhc:boundary",
-            expect=THIRTY_TWO | MATRIX,
+            expect=PRODUCT | MATRIX,
         ),
     ),
     mutants=(
