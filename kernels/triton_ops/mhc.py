@@ -48,7 +48,7 @@ def mhc_launch(tokens: int, width: int) -> MhcLaunch:
     """Sixteen splits of the channels of a stream, fewer on narrow streams, whatever the number of tokens."""
     span = triton.cdiv(triton.cdiv(width, 16), 64) * 64
     few = tokens <= 64
-    return MhcLaunch(span=span, splits=triton.cdiv(width, span), tokens=64 if few else 128, num_warps=4 if few else 8)
+    return MhcLaunch(span=span, splits=triton.cdiv(width, span), tokens=64 if few else 128, num_warps=4)
 
 
 def boundary_launch(width: int) -> MhcLaunch:
@@ -177,14 +177,16 @@ def _split_weights(fn_ptr, parts_ptr, count, stride_fw, stride_fx, BLOCK: tl.con
 
 
 @triton.jit
-def _add_product(sums, tile, parts_ptr, first, column, width, WEIGHTS: tl.constexpr):
-    """Add the product of the parts of all weights with a bf16 tile [tokens, channels] of the stream at `first`."""
+def _add_product(sums, tile, parts_ptr, first, column, width, WEIGHTS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Add the product of all weights with a bf16 tile [tokens, channels] of the stream that begins at `first`."""
     row = tl.arange(0, 128)
     # rows of a part that no weight has are not read
     is_part = (row % 64 // 16 * 8 + row % 8 < WEIGHTS) & ((row < 64) | (row % 16 < 8))
     at = parts_ptr + row.to(tl.int64)[:, None] * (4 * width) + (first + column[None, :])
     part = tl.load(at, mask=is_part[:, None] & (column[None, :] < width), other=0.0)
-    return sums + tl.dot(part, tl.trans(tile))
+    product = tl.reshape(tl.dot(part, tl.trans(tile)), [2, 4, 2, 8, BLOCK_T])
+    # low and middle part, then the high one: a tile's sums start at zero in the matrix unit and are added outside
+    return sums + tl.reshape(tl.sum(tl.sum(product, axis=2), axis=0), [32, BLOCK_T])
 
 
 @triton.jit
@@ -211,14 +213,11 @@ def _store_partials(
     BLOCK_T: tl.constexpr,
 ):
     """Rows of one split, tokens side by side: the products, then the square sum."""
-    # 1. low and middle part, then the high one
-    product = tl.sum(tl.sum(tl.reshape(sums, [2, 4, 2, 8, BLOCK_T]), axis=2), axis=0)
-    product = tl.reshape(product, [32, BLOCK_T])
     w = tl.arange(0, 32)
     first = partial_ptr + tl.program_id(1).to(tl.int64) * (WEIGHTS + 1) * tokens
     at = first + w[:, None] * tokens + token[None, :]
-    tl.store(at, product, mask=(w[:, None] < WEIGHTS) & (token[None, :] < tokens))
-    # 2. sixteen columns of squares
+    tl.store(at, sums, mask=(w[:, None] < WEIGHTS) & (token[None, :] < tokens))
+    # sixteen columns of squares
     squares = _pairs(_pairs(squares, BLOCK_T, 16), BLOCK_T, 8)
     squares = _pairs(_pairs(squares, BLOCK_T, 4), BLOCK_T, 2)
     tl.store(first + WEIGHTS * tokens + token, tl.reshape(squares, [BLOCK_T]), mask=token < tokens)
@@ -241,7 +240,7 @@ def _project(
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     start = tl.program_id(1) * span
-    sums = tl.zeros([128, BLOCK_T], tl.float32)
+    sums = tl.zeros([32, BLOCK_T], tl.float32)
     squares = tl.zeros([BLOCK_T, BLOCK_M // 4], tl.float32)
     for step in range(0, 4 * span // BLOCK_M):
         # the four streams of a block of channels, one after the other
@@ -251,7 +250,7 @@ def _project(
         at = stream_ptr + token[:, None] * stride_st + n * stride_sn + column[None, :] * stride_sm
         tile = tl.load(at, mask=mask, other=0.0)
         squares = _add_squares(squares, tile, BLOCK_T, BLOCK_M)
-        sums = _add_product(sums, tile, parts_ptr, n * width, column, width, WEIGHTS)
+        sums = _add_product(sums, tile, parts_ptr, n * width, column, width, WEIGHTS, BLOCK_T)
     _store_partials(partial_ptr, sums, squares, token, tokens, WEIGHTS, BLOCK_T)
 
 
@@ -295,7 +294,7 @@ def _update_and_project(
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     live = token < tokens
     start = tl.program_id(1) * span
-    sums = tl.zeros([128, BLOCK_T], tl.float32)
+    sums = tl.zeros([32, BLOCK_T], tl.float32)
     squares = tl.zeros([BLOCK_T, BLOCK_M // 4], tl.float32)
     for step in tl.range(0, span, BLOCK_M, num_stages=STAGES):
         # 1. the old streams and the output of the sub-layer
@@ -323,7 +322,7 @@ def _update_and_project(
                 pre = _coefficient(pre_ptr, token, live, stride_rt, o * stride_rn)
                 read = tl.fma(pre, tile.to(tl.float32), read)
             squares = _add_squares(squares, tile, BLOCK_T, BLOCK_M)
-            sums = _add_product(sums, tile, parts_ptr, o * width, column, width, WEIGHTS)
+            sums = _add_product(sums, tile, parts_ptr, o * width, column, width, WEIGHTS, BLOCK_T)
         if READ:
             tl.store(x_ptr + token[:, None] * width + column[None, :], read.to(tl.bfloat16), mask=mask)
     _store_partials(partial_ptr, sums, squares, token, tokens, WEIGHTS, BLOCK_T)
