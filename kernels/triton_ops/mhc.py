@@ -2,14 +2,14 @@
 
 The projection runs over [tokens x channels] tiles of one stream after the other. fp32 weights are cut into three bf16
 parts, so that every product of a tensor core is exact; a tile's sums start at zero and are then added in fp32, which
-keeps the truncation of long accumulations out. How the channels are split depends on the width alone, and the partial
-sums are added in ascending order. Coefficients of a token live in separate registers of one thread: there is no
-reduction whose order a layout could change.
+keeps the truncation of long accumulations out. How the channels are split depends on the width alone, the partial sums
+are added in ascending order, and squares in pairs, whatever the layout. Coefficients of a token live in separate
+registers of one thread: there is no reduction whose order a layout could change.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,20 +17,20 @@ import triton.language as tl
 
 from . import require_runnable
 from .quant import output_buffer
+from .split_softmax import arch_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class MhcLaunch:
-    """Tiles of the projection: `splits` runs of `span` channels, `channels` at a time, fix the order of summation.
+    """Tiles of the projection: each of `splits` takes `blocks` of 64 channels, which fixes the order of summation.
 
     How many tokens a program takes changes no result.
     """
 
-    span: int
     splits: int
+    blocks: int
     tokens: int
-    channels: int = 64
-    num_warps: int = 8
+    num_warps: int
     num_stages: int = 3
 
 
@@ -44,18 +44,15 @@ class Gates:
     post_scale: float
 
 
-def mhc_launch(tokens: int, width: int) -> MhcLaunch:
-    """Sixteen splits of the channels of a stream, fewer on narrow streams, whatever the number of tokens."""
-    span = triton.cdiv(triton.cdiv(width, 16), 64) * 64
-    few = tokens <= 64
-    return MhcLaunch(span=span, splits=triton.cdiv(width, span), tokens=64 if few else 128, num_warps=4)
+def mhc_launch(tokens: int, width: int, arch: str) -> MhcLaunch:
+    """Up to sixteen splits of the channels of a stream, whatever the number of tokens; a warp takes 16 tokens."""
+    blocks = triton.cdiv(width, CHANNELS)
+    each = triton.cdiv(blocks, 16)
+    block = 64 if tokens <= 64 or arch == "ascend950" else 128  # the unified buffer has no room for 128
+    return MhcLaunch(splits=triton.cdiv(blocks, each), blocks=each, tokens=block, num_warps=block // 16)
 
 
-def boundary_launch(width: int) -> MhcLaunch:
-    """The splits of the projection alone; five more tiles are alive beside its own."""
-    return replace(mhc_launch(1, width), num_warps=8, num_stages=2)
-
-
+CHANNELS = 64  # of one step of the projection: sixteen sums of four squares a row are left for the end
 COLUMNS = 1024  # channels that a program of the elementwise kernels takes; it changes no result
 TOKENS = 32  # tokens whose coefficients one program computes, one a thread; it changes no result
 
@@ -115,164 +112,15 @@ def _apply(
 
 
 @triton.jit
-def _updated(y, r0, r1, r2, r3, post, c0, c1, c2, c3):
-    # the product with y first, then the streams in order; fused by name, so that every kernel gives the same bits
-    return tl.fma(c3, r3, tl.fma(c2, r2, tl.fma(c1, r1, tl.fma(c0, r0, post * y)))).to(tl.bfloat16)
-
-
-@triton.jit
-def _post(
-    stream_ptr,
-    y_ptr,
-    post_ptr,
-    comb_ptr,
-    out_ptr,
-    width,
-    stride_st,
-    stride_sn,
-    stride_sm,
-    stride_yt,
-    stride_ym,
-    stride_pt,
-    stride_pn,
-    stride_ct,
-    stride_ci,
-    stride_co,
-    COLUMNS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
-    mask = column < width
-    y = tl.load(y_ptr + token * stride_yt + column * stride_ym, mask=mask, other=0.0).to(tl.float32)
-    r0 = _stream(stream_ptr, token, 0, column, width, stride_st, stride_sn, stride_sm)
-    r1 = _stream(stream_ptr, token, 1, column, width, stride_st, stride_sn, stride_sm)
-    r2 = _stream(stream_ptr, token, 2, column, width, stride_st, stride_sn, stride_sm)
-    r3 = _stream(stream_ptr, token, 3, column, width, stride_st, stride_sn, stride_sm)
-    for o in tl.static_range(4):
-        post = tl.load(post_ptr + token * stride_pt + o * stride_pn)
-        comb = comb_ptr + token * stride_ct + o * stride_co
-        c0 = tl.load(comb)
-        c1 = tl.load(comb + stride_ci)
-        c2 = tl.load(comb + 2 * stride_ci)
-        c3 = tl.load(comb + 3 * stride_ci)
-        updated = _updated(y, r0, r1, r2, r3, post, c0, c1, c2, c3)
-        tl.store(out_ptr + (token * 4 + o) * width + column, updated, mask=mask)
-
-
-@triton.jit
-def _split_weights(fn_ptr, parts_ptr, count, stride_fw, stride_fx, BLOCK: tl.constexpr):
-    """Three bf16 parts of row w: the low one to row 16 (w // 8) + w % 8, the middle one 8 below, the high one 64."""
-    w = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    mask = at < count
-    weight = tl.load(fn_ptr + w * stride_fw + at * stride_fx, mask=mask, other=0.0)
-    # 24 significant bits in three bf16 numbers: both differences are exact
-    high = weight.to(tl.bfloat16)
-    rest = weight - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    part_ptrs = parts_ptr + (w // 8 * 16 + w % 8) * count + at
-    tl.store(part_ptrs, (rest - middle.to(tl.float32)).to(tl.bfloat16), mask=mask)
-    tl.store(part_ptrs + 8 * count, middle, mask=mask)
-    tl.store(part_ptrs + 64 * count, high, mask=mask)
-
-
-@triton.jit
-def _add_product(sums, tile, parts_ptr, first, column, width, WEIGHTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Add the product of all weights with a bf16 tile [tokens, channels] of the stream that begins at `first`."""
-    row = tl.arange(0, 128)
-    # rows of a part that no weight has are not read
-    is_part = (row % 64 // 16 * 8 + row % 8 < WEIGHTS) & ((row < 64) | (row % 16 < 8))
-    at = parts_ptr + row.to(tl.int64)[:, None] * (4 * width) + (first + column[None, :])
-    part = tl.load(at, mask=is_part[:, None] & (column[None, :] < width), other=0.0)
-    product = tl.reshape(tl.dot(part, tl.trans(tile)), [2, 4, 2, 8, BLOCK_T])
-    # low and middle part, then the high one: a tile's sums start at zero in the matrix unit and are added outside
-    return sums + tl.reshape(tl.sum(tl.sum(product, axis=2), axis=0), [32, BLOCK_T])
-
-
-@triton.jit
-def _pairs(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Neighbours added: an order that no layout changes."""
-    return tl.sum(tl.reshape(x, [ROWS, COLUMNS // 2, 2]), axis=2)
-
-
-@triton.jit
-def _add_squares(squares, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add the squares of a tile, four neighbours at a time."""
-    wide = tile.to(tl.float32)
-    return squares + _pairs(_pairs(wide * wide, ROWS, COLUMNS), ROWS, COLUMNS // 2)
-
-
-@triton.jit
-def _store_partials(
-    partial_ptr,
-    sums,
-    squares,
-    token,
-    tokens,
-    WEIGHTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Rows of one split, tokens side by side: the products, then the square sum."""
-    w = tl.arange(0, 32)
-    first = partial_ptr + tl.program_id(1).to(tl.int64) * (WEIGHTS + 1) * tokens
-    at = first + w[:, None] * tokens + token[None, :]
-    tl.store(at, sums, mask=(w[:, None] < WEIGHTS) & (token[None, :] < tokens))
-    # sixteen columns of squares
-    squares = _pairs(_pairs(squares, BLOCK_T, 16), BLOCK_T, 8)
-    squares = _pairs(_pairs(squares, BLOCK_T, 4), BLOCK_T, 2)
-    tl.store(first + WEIGHTS * tokens + token, tl.reshape(squares, [BLOCK_T]), mask=token < tokens)
-
-
-@triton.jit
-def _project(
-    stream_ptr,
-    parts_ptr,
-    partial_ptr,
-    tokens,
-    width,
-    span,
-    stride_st,
-    stride_sn,
-    stride_sm,
-    WEIGHTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
-    start = tl.program_id(1) * span
-    sums = tl.zeros([32, BLOCK_T], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_M // 4], tl.float32)
-    for step in range(0, 4 * span // BLOCK_M):
-        # the four streams of a block of channels, one after the other
-        n = step % 4
-        column = start + step // 4 * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        mask = (token[:, None] < tokens) & (column[None, :] < width)
-        at = stream_ptr + token[:, None] * stride_st + n * stride_sn + column[None, :] * stride_sm
-        tile = tl.load(at, mask=mask, other=0.0)
-        squares = _add_squares(squares, tile, BLOCK_T, BLOCK_M)
-        sums = _add_product(sums, tile, parts_ptr, n * width, column, width, WEIGHTS, BLOCK_T)
-    _store_partials(partial_ptr, sums, squares, token, tokens, WEIGHTS, BLOCK_T)
-
-
-@triton.jit
-def _coefficient(ptr, token, mask, stride_t, offset):
-    return tl.load(ptr + token * stride_t + offset, mask=mask, other=0.0)[:, None]
-
-
-@triton.jit
-def _update_and_project(
+def _update(
     stream_ptr,
     y_ptr,
     pre_ptr,
     post_ptr,
     comb_ptr,
-    parts_ptr,
     out_ptr,
     x_ptr,
-    partial_ptr,
-    tokens,
     width,
-    span,
     stride_st,
     stride_sn,
     stride_sm,
@@ -286,46 +134,104 @@ def _update_and_project(
     stride_ci,
     stride_co,
     READ: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # 1. the old streams and the output of the sub-layer
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
+    mask = column < width
+    y = tl.load(y_ptr + token * stride_yt + column * stride_ym, mask=mask, other=0.0).to(tl.float32)
+    r0 = _stream(stream_ptr, token, 0, column, width, stride_st, stride_sn, stride_sm)
+    r1 = _stream(stream_ptr, token, 1, column, width, stride_st, stride_sn, stride_sm)
+    r2 = _stream(stream_ptr, token, 2, column, width, stride_st, stride_sn, stride_sm)
+    r3 = _stream(stream_ptr, token, 3, column, width, stride_st, stride_sn, stride_sm)
+    read = tl.zeros([COLUMNS], tl.float32)
+    for o in tl.static_range(4):
+        # 2. the product with y first, then the streams in order; fused by name, so that bits are the same everywhere
+        comb = comb_ptr + token * stride_ct + o * stride_co
+        new = tl.load(post_ptr + token * stride_pt + o * stride_pn) * y
+        new = tl.fma(tl.load(comb), r0, new)
+        new = tl.fma(tl.load(comb + stride_ci), r1, new)
+        new = tl.fma(tl.load(comb + 2 * stride_ci), r2, new)
+        new = tl.fma(tl.load(comb + 3 * stride_ci), r3, new).to(tl.bfloat16)
+        tl.store(out_ptr + (token * 4 + o) * width + column, new, mask=mask)
+        if READ:
+            # 3. what the next sub-layer reads, of the rounded streams
+            pre = tl.load(pre_ptr + token * stride_rt + o * stride_rn)
+            read = tl.fma(pre, new.to(tl.float32), read)
+    if READ:
+        tl.store(x_ptr + token * width + column, read.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _split_weights(fn_ptr, parts_ptr, count, stride_fw, stride_fx, BLOCK: tl.constexpr):
+    """Three bf16 parts of row w: the low one to row w, the high one to row 32 + w, the middle one to row 64 + w."""
+    w = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    mask = at < count
+    weight = tl.load(fn_ptr + w * stride_fw + at * stride_fx, mask=mask, other=0.0)
+    # 24 significant bits in three bf16 numbers: both differences are exact
+    high = weight.to(tl.bfloat16)
+    rest = weight - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    part_ptrs = parts_ptr + w * count + at
+    tl.store(part_ptrs, (rest - middle.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    tl.store(part_ptrs + 32 * count, high, mask=mask)
+    tl.store(part_ptrs + 64 * count, middle, mask=mask)
+
+
+@triton.jit
+def _pairs(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Neighbours added: an order that no layout changes."""
+    return tl.sum(tl.reshape(x, [ROWS, COLUMNS // 2, 2]), axis=2)
+
+
+@triton.jit
+def _project(
+    stream_ptr,
+    parts_ptr,
+    partial_ptr,
+    tokens,
+    width,
+    blocks,
+    stride_st,
+    stride_sn,
+    stride_sm,
     WEIGHTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+    # 1. all splits of some tokens are neighbours, and so are their channels: together they read whole rows
+    split = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     live = token < tokens
-    start = tl.program_id(1) * span
-    sums = tl.zeros([32, BLOCK_T], tl.float32)
+    item = tl.arange(0, BLOCK_M)
+    part = tl.arange(0, 128)
+    has_weight = (part % 32 < WEIGHTS) & (part < 96)
+    stream_ptrs = stream_ptr + token[:, None] * stride_st + item.to(tl.int64)[None, :] * stride_sm
+    part_ptrs = parts_ptr + part.to(tl.int64)[None, :] * (4 * width) + item[:, None]
+    sums = tl.zeros([BLOCK_T, 32], tl.float32)
     squares = tl.zeros([BLOCK_T, BLOCK_M // 4], tl.float32)
-    for step in tl.range(0, span, BLOCK_M, num_stages=STAGES):
-        # 1. the old streams and the output of the sub-layer
-        column = start + step + tl.arange(0, BLOCK_M).to(tl.int64)
-        mask = live[:, None] & (column[None, :] < width)
-        y = tl.load(y_ptr + token[:, None] * stride_yt + column[None, :] * stride_ym, mask=mask, other=0.0)
-        y = y.to(tl.float32)
-        at = stream_ptr + token[:, None] * stride_st + column[None, :] * stride_sm
-        r0 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        r1 = tl.load(at + stride_sn, mask=mask, other=0.0).to(tl.float32)
-        r2 = tl.load(at + 2 * stride_sn, mask=mask, other=0.0).to(tl.float32)
-        r3 = tl.load(at + 3 * stride_sn, mask=mask, other=0.0).to(tl.float32)
-        read = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        for o in tl.static_range(4):
-            # 2. a new stream, rounded; everything after reads the rounded value
-            post = _coefficient(post_ptr, token, live, stride_pt, o * stride_pn)
-            c0 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co)
-            c1 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co + stride_ci)
-            c2 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co + 2 * stride_ci)
-            c3 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co + 3 * stride_ci)
-            tile = _updated(y, r0, r1, r2, r3, post, c0, c1, c2, c3)
-            tl.store(out_ptr + (token[:, None] * 4 + o) * width + column[None, :], tile, mask=mask)
-            # 3. its share of what the next sub-layer reads, and of the projection
-            if READ:
-                pre = _coefficient(pre_ptr, token, live, stride_rt, o * stride_rn)
-                read = tl.fma(pre, tile.to(tl.float32), read)
-            squares = _add_squares(squares, tile, BLOCK_T, BLOCK_M)
-            sums = _add_product(sums, tile, parts_ptr, o * width, column, width, WEIGHTS, BLOCK_T)
-        if READ:
-            tl.store(x_ptr + token[:, None] * width + column[None, :], read.to(tl.bfloat16), mask=mask)
-    _store_partials(partial_ptr, sums, squares, token, tokens, WEIGHTS, BLOCK_T)
+    for step in range(0, 4 * blocks):
+        # 2. the four streams of a block of channels, one after the other
+        n, column = step % 4, (step // 4 * SPLITS + split).to(tl.int64) * BLOCK_M
+        in_width = column + item < width
+        at = stream_ptrs + n * stride_sn + column * stride_sm
+        tile = tl.load(at, mask=live[:, None] & in_width[None, :], other=0.0)
+        weight = tl.load(part_ptrs + n * width + column, mask=in_width[:, None] & has_weight[None, :], other=0.0)
+        wide = tile.to(tl.float32)
+        squares += _pairs(_pairs(wide * wide, BLOCK_T, BLOCK_M), BLOCK_T, BLOCK_M // 2)
+        # 3. low and middle part, then the high one: sums start at zero in the matrix unit and are added outside
+        product = tl.reshape(tl.dot(tile, weight), [BLOCK_T, 2, 2, 32])
+        sums += tl.sum(tl.sum(product, axis=1), axis=1)
+    # 4. rows of one split, tokens side by side: the products, then the square sum
+    first = partial_ptr + split.to(tl.int64) * (WEIGHTS + 1) * tokens + token
+    w = tl.arange(0, 32)
+    tl.store(first[:, None] + w[None, :] * tokens, sums, mask=live[:, None] & (w[None, :] < WEIGHTS))
+    squares = _pairs(_pairs(squares, BLOCK_T, BLOCK_M // 4), BLOCK_T, BLOCK_M // 8)
+    squares = _pairs(_pairs(squares, BLOCK_T, BLOCK_M // 16), BLOCK_T, BLOCK_M // 32)
+    tl.store(first + WEIGHTS * tokens, tl.reshape(squares, [BLOCK_T]), mask=live)
 
 
 @triton.jit
@@ -554,20 +460,7 @@ def mhc_post(
     if not new_tnm.numel():
         return new_tnm
     require_runnable("stream_tnm", stream_tnm)
-    _post[(t, triton.cdiv(m, COLUMNS))](
-        stream_tnm,
-        y_tm,
-        post_tn,
-        comb_tnn,
-        new_tnm,
-        m,
-        *stream_tnm.stride(),
-        *y_tm.stride(),
-        *post_tn.stride(),
-        *comb_tnn.stride(),
-        COLUMNS=COLUMNS,
-        num_warps=4,
-    )
+    _updated(stream_tnm, y_tm, None, post_tn, comb_tnn, new_tnm, None)
     return new_tnm
 
 
@@ -608,7 +501,7 @@ def mhc_mixes(
     if not stream_tnm.numel():
         return results
     require_runnable("stream_tnm", stream_tnm)
-    partial = _partials(stream_tnm, fn_wx, mhc_launch(t, m))
+    partial = _partials(stream_tnm, fn_wx)
     _gate(partial, scale_z, base_w, results, m, gates)
     return results
 
@@ -626,7 +519,7 @@ def mhc_head_weights(
     if not stream_tnm.numel():
         return pre_tn
     require_runnable("stream_tnm", stream_tnm)
-    partial = _partials(stream_tnm, fn_nx, mhc_launch(t, m))
+    partial = _partials(stream_tnm, fn_nx)
     _gate(partial, scale_z, base_n, (pre_tn, pre_tn, pre_tn), m, gates)
     return pre_tn
 
@@ -643,7 +536,7 @@ def mhc_boundary(
     gates: Gates,
     out: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Update, projection and, where `pre_tn` is given, the read of the next sub-layer in one pass; else a pass more.
+    """Update and, where `pre_tn` is given, the read of the next sub-layer in one pass, else in the last; projection.
 
     Raises:
         ValueError, TypeError: an `out` buffer does not fit.
@@ -657,39 +550,44 @@ def mhc_boundary(
     if not stream_tnm.numel():
         return (new_tnm, x_tm, *results)
     require_runnable("stream_tnm", stream_tnm)
-    launch = boundary_launch(m)
-    weights = fn_wx.shape[0]
-    partial = torch.empty((launch.splits, weights + 1, t), dtype=torch.float32, device=stream_tnm.device)
+    _updated(stream_tnm, y_tm, pre_tn, post_tn, comb_tnn, new_tnm, x_tm)
+    partial = _partials(new_tnm, fn_wx)
+    _gate(partial, scale_z, base_w, results, m, gates)
+    if pre_tn is None:
+        mhc_read(results[0], new_tnm, out=x_tm)
+    return (new_tnm, x_tm, *results)
+
+
+def _updated(
+    stream_tnm: torch.Tensor,
+    y_tm: torch.Tensor,
+    pre_tn: torch.Tensor | None,
+    post_tn: torch.Tensor,
+    comb_tnn: torch.Tensor,
+    new_tnm: torch.Tensor,
+    x_tm: torch.Tensor | None,
+) -> None:
+    """Write the new streams and, where `pre_tn` is given, what it reads of them."""
+    t, _, m = stream_tnm.shape
     read_tn = post_tn if pre_tn is None else pre_tn
-    _update_and_project[(triton.cdiv(t, launch.tokens), launch.splits)](
+    _update[(t, triton.cdiv(m, COLUMNS))](
         stream_tnm,
         y_tm,
         read_tn,
         post_tn,
         comb_tnn,
-        _weight_parts(fn_wx),
         new_tnm,
-        x_tm,
-        partial,
-        t,
+        new_tnm if x_tm is None else x_tm,
         m,
-        launch.span,
         *stream_tnm.stride(),
         *y_tm.stride(),
         *read_tn.stride(),
         *post_tn.stride(),
         *comb_tnn.stride(),
         READ=pre_tn is not None,
-        WEIGHTS=weights,
-        BLOCK_T=launch.tokens,
-        BLOCK_M=launch.channels,
-        STAGES=launch.num_stages,
-        num_warps=launch.num_warps,
+        COLUMNS=COLUMNS,
+        num_warps=4,
     )
-    _gate(partial, scale_z, base_w, results, m, gates)
-    if pre_tn is None:
-        mhc_read(results[0], new_tnm, out=x_tm)
-    return (new_tnm, x_tm, *results)
 
 
 def _coefficient_buffers(
@@ -704,31 +602,26 @@ def _coefficient_buffers(
     )
 
 
-def _weight_parts(fn_wx: torch.Tensor) -> torch.Tensor:
-    """Three bf16 parts of every weight, in the rows that `_split_weights` names; the others hold anything."""
-    weights, count = fn_wx.shape
-    parts = torch.empty((128, count), dtype=torch.bfloat16, device=fn_wx.device)
+def _partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor) -> torch.Tensor:
+    """Products and square sum of every split: [split, weight, token], the square sum last."""
+    (t, _, m), (weights, count) = stream_tnm.shape, fn_wx.shape
+    launch = mhc_launch(t, m, arch_of(stream_tnm.device))
+    parts = torch.empty((96, count), dtype=torch.bfloat16, device=fn_wx.device)
     grid = (triton.cdiv(count, COLUMNS), weights)
     _split_weights[grid](fn_wx, parts, count, *fn_wx.stride(), BLOCK=COLUMNS, num_warps=4)
-    return parts
-
-
-def _partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor, launch: MhcLaunch) -> torch.Tensor:
-    """Products and square sum of every split: [split, weight, token], the square sum last."""
-    t, _, m = stream_tnm.shape
-    weights = fn_wx.shape[0]
     partial = torch.empty((launch.splits, weights + 1, t), dtype=torch.float32, device=stream_tnm.device)
-    _project[(triton.cdiv(t, launch.tokens), launch.splits)](
+    _project[(launch.splits, triton.cdiv(t, launch.tokens))](
         stream_tnm,
-        _weight_parts(fn_wx),
+        parts,
         partial,
         t,
         m,
-        launch.span,
+        launch.blocks,
         *stream_tnm.stride(),
         WEIGHTS=weights,
+        SPLITS=launch.splits,
         BLOCK_T=launch.tokens,
-        BLOCK_M=launch.channels,
+        BLOCK_M=CHANNELS,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

@@ -614,7 +614,7 @@ POST = Op(
     builds=(
         BuildCase(
             name="m5120",
-            kernel="deeptwin.kernels.triton_ops.mhc:_post",
+            kernel="deeptwin.kernels.triton_ops.mhc:_update",
             launch="deeptwin.parity.builds.launches.mhc:post",
             expect=NO_PRODUCT | VECTOR,
         ),
@@ -697,9 +697,9 @@ BOUNDARY = Op(
     builds=(
         BuildCase(
             name="m5120",
-            kernel="deeptwin.kernels.triton_ops.mhc:_update_and_project",
+            kernel="deeptwin.kernels.triton_ops.mhc:_update",
             launch="deeptwin.parity.builds.launches.mhc:boundary",
-            expect=PRODUCT | MATRIX,
+            expect=NO_PRODUCT | VECTOR,
         ),
     ),
     mutants=(
