@@ -74,16 +74,16 @@ class Record:
 @triton.jit
 def _e4m3_byte(x, BITS: tl.constexpr):
     """The nearest e4m3 code of fp32 values, ties to even, saturating."""
-    size = tl.minimum(tl.abs(x), 448.0)
     if BITS:
+        size = tl.minimum(tl.abs(x), 448.0)
         bits = size.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
         # below 2^-6 the codes are multiples of 2^-9: a sum with 1.5 * 2^23 has them in its last bits
         small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 15
-        code = tl.where(size < 0.015625, small, normal)
+        code = tl.where(size < 0.015625, small, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
     else:
-        code = size.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return code
 
 
 @triton.jit
@@ -98,6 +98,19 @@ def _e4m3_value(byte, BITS: tl.constexpr):
     else:
         value = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return value
+
+
+@triton.jit
+def _e2m1_values(byte, BITS: tl.constexpr):
+    """The fp32 values of the two e2m1 codes of a byte, the low nibble first."""
+    if BITS:
+        byte = byte.to(tl.int32)
+        low, high = e2m1_value(byte & 15), e2m1_value(byte >> 4)
+    else:
+        # two bits of exponent and one of mantissa stand in an e4m3 code of a 64th of the value
+        low = _e4m3_value(((byte & 7) << 2) | ((byte & 8) << 4), BITS) * 64.0
+        high = _e4m3_value(((byte >> 2) & 0x1C) | (byte & 0x80), BITS) * 64.0
+    return low, high
 
 
 @triton.jit
@@ -233,9 +246,8 @@ def _load_records(
     codes_at = (cache_ptr + page_at + slot * code_step + part * GROUP_BYTES)[:, None]
     byte = tl.load(codes_at + tl.arange(0, GROUP_BYTES)[None, :], mask=is_there[:, None], other=0)
     if PACKED:
-        byte = byte.to(tl.int32)
-        pair = tl.join(e2m1_value(byte & 15) * scale, e2m1_value(byte >> 4) * scale)
-        x = tl.reshape(pair, [BLOCK_GROUPS, GROUP])
+        low, high = _e2m1_values(byte, BITS)
+        x = tl.reshape(tl.join(low * scale, high * scale), [BLOCK_GROUPS, GROUP])
     else:
         x = _e4m3_value(byte, BITS) * scale
     # 3. the only rounding
