@@ -9,6 +9,7 @@ registers of one thread: there is no reduction whose order a layout could change
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,14 +25,13 @@ from .split_softmax import arch_of
 class MhcLaunch:
     """Tiles of the projection: each of `splits` takes `blocks` of 64 channels, which fixes the order of summation.
 
-    How many tokens a program takes changes no result.
+    How many tokens a program takes changes no result. `options` are those of the compiler.
     """
 
     splits: int
     blocks: int
     tokens: int
-    num_warps: int
-    num_stages: int = 3
+    options: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,16 @@ class Gates:
 
 
 def mhc_launch(tokens: int, width: int, arch: str) -> MhcLaunch:
-    """Up to sixteen splits of the channels of a stream, whatever the number of tokens; a warp takes 16 tokens."""
+    """Up to sixteen splits of the channels of a stream, whatever the number of tokens."""
     blocks = triton.cdiv(width, CHANNELS)
     each = triton.cdiv(blocks, 16)
-    block = 64 if tokens <= 64 or arch == "ascend950" else 128  # the unified buffer has no room for 128
-    return MhcLaunch(splits=triton.cdiv(blocks, each), blocks=each, tokens=block, num_warps=block // 16)
+    splits = triton.cdiv(blocks, each)
+    if tokens <= 64 or arch == "ascend950":  # a larger tile does not fit its unified buffer
+        return MhcLaunch(splits=splits, blocks=each, tokens=64, options={"num_warps": 4})
+    if arch == "sm100":
+        return MhcLaunch(splits=splits, blocks=each, tokens=128, options={"num_warps": 8})
+    # weights are read once for 256 tokens, and with 128 registers a thread two programs share a core
+    return MhcLaunch(splits=splits, blocks=each, tokens=256, options={"num_warps": 8, "maxnreg": 128})
 
 
 CHANNELS = 64  # of one step of the projection: sixteen sums of four squares a row are left for the end
@@ -165,7 +170,7 @@ def _update(
 
 @triton.jit
 def _split_weights(fn_ptr, parts_ptr, count, stride_fw, stride_fx, BLOCK: tl.constexpr):
-    """Three bf16 parts of row w: the low one to row w, the high one to row 32 + w, the middle one to row 64 + w."""
+    """Three bf16 parts of every weight, [part, weight, channel]: the low ones first, the high ones last."""
     w = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     mask = at < count
@@ -174,10 +179,11 @@ def _split_weights(fn_ptr, parts_ptr, count, stride_fw, stride_fx, BLOCK: tl.con
     high = weight.to(tl.bfloat16)
     rest = weight - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
+    plane = tl.num_programs(1).to(tl.int64) * count
     part_ptrs = parts_ptr + w * count + at
     tl.store(part_ptrs, (rest - middle.to(tl.float32)).to(tl.bfloat16), mask=mask)
-    tl.store(part_ptrs + 32 * count, high, mask=mask)
-    tl.store(part_ptrs + 64 * count, middle, mask=mask)
+    tl.store(part_ptrs + plane, middle, mask=mask)
+    tl.store(part_ptrs + 2 * plane, high, mask=mask)
 
 
 @triton.jit
@@ -202,15 +208,15 @@ def _project(
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    # 1. all splits of some tokens are neighbours, and so are their channels: together they read whole rows
+    # 1. all splits of some tokens are neighbours, and so are their channels
     split = tl.program_id(0)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     live = token < tokens
     item = tl.arange(0, BLOCK_M)
-    part = tl.arange(0, 128)
-    has_weight = (part % 32 < WEIGHTS) & (part < 96)
+    w = tl.arange(0, 32)
     stream_ptrs = stream_ptr + token[:, None] * stride_st + item.to(tl.int64)[None, :] * stride_sm
-    part_ptrs = parts_ptr + part.to(tl.int64)[None, :] * (4 * width) + item[:, None]
+    part_ptrs = parts_ptr + w.to(tl.int64)[None, :] * (4 * width) + item[:, None]
+    plane = WEIGHTS * 4 * width
     sums = tl.zeros([BLOCK_T, 32], tl.float32)
     squares = tl.zeros([BLOCK_T, BLOCK_M // 4], tl.float32)
     for step in range(0, 4 * blocks):
@@ -219,15 +225,17 @@ def _project(
         in_width = column + item < width
         at = stream_ptrs + n * stride_sn + column * stride_sm
         tile = tl.load(at, mask=live[:, None] & in_width[None, :], other=0.0)
-        weight = tl.load(part_ptrs + n * width + column, mask=in_width[:, None] & has_weight[None, :], other=0.0)
         wide = tile.to(tl.float32)
         squares += _pairs(_pairs(wide * wide, BLOCK_T, BLOCK_M), BLOCK_T, BLOCK_M // 2)
-        # 3. low and middle part, then the high one: sums start at zero in the matrix unit and are added outside
-        product = tl.reshape(tl.dot(tile, weight), [BLOCK_T, 2, 2, 32])
-        sums += tl.sum(tl.sum(product, axis=1), axis=1)
+        # 3. the low, middle and high parts of the weights: sums start at zero in the matrix unit and are added outside
+        at = part_ptrs + n * width + column
+        mask = in_width[:, None] & (w[None, :] < WEIGHTS)
+        product = tl.dot(tile, tl.load(at, mask=mask, other=0.0))
+        product = tl.dot(tile, tl.load(at + plane, mask=mask, other=0.0), product)
+        product = tl.dot(tile, tl.load(at + 2 * plane, mask=mask, other=0.0), product)
+        sums += product
     # 4. rows of one split, tokens side by side: the products, then the square sum
     first = partial_ptr + split.to(tl.int64) * (WEIGHTS + 1) * tokens + token
-    w = tl.arange(0, 32)
     tl.store(first[:, None] + w[None, :] * tokens, sums, mask=live[:, None] & (w[None, :] < WEIGHTS))
     squares = _pairs(_pairs(squares, BLOCK_T, BLOCK_M // 4), BLOCK_T, BLOCK_M // 8)
     squares = _pairs(_pairs(squares, BLOCK_T, BLOCK_M // 16), BLOCK_T, BLOCK_M // 32)
@@ -606,7 +614,7 @@ def _partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor) -> torch.Tensor:
     """Products and square sum of every split: [split, weight, token], the square sum last."""
     (t, _, m), (weights, count) = stream_tnm.shape, fn_wx.shape
     launch = mhc_launch(t, m, arch_of(stream_tnm.device))
-    parts = torch.empty((96, count), dtype=torch.bfloat16, device=fn_wx.device)
+    parts = torch.empty((3, weights, count), dtype=torch.bfloat16, device=fn_wx.device)
     grid = (triton.cdiv(count, COLUMNS), weights)
     _split_weights[grid](fn_wx, parts, count, *fn_wx.stride(), BLOCK=COLUMNS, num_warps=4)
     partial = torch.empty((launch.splits, weights + 1, t), dtype=torch.float32, device=stream_tnm.device)
@@ -622,8 +630,8 @@ def _partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor) -> torch.Tensor:
         SPLITS=launch.splits,
         BLOCK_T=launch.tokens,
         BLOCK_M=CHANNELS,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_stages=3,
+        **launch.options,
     )
     return partial
 

@@ -1,4 +1,4 @@
-"""Residual streams of V4.1: coefficients, the update alone, and the boundary between two sub-layers in one pass."""
+"""Residual streams of V4.1: coefficients, the update alone, and all that happens between two sub-layers."""
 
 from __future__ import annotations
 

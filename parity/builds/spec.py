@@ -6,6 +6,7 @@ Nothing here imports triton at module level: cards hold `BuildCase` rows, and th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,7 @@ class Specialisation:
     num_warps: int
     num_stages: int
     fp_fusion: bool = True
+    max_registers: int | None = None  # what the launch allows a thread
     arch: str = field(default="sm90", compare=False)  # the launch config was chosen for it
 
 
@@ -137,6 +139,8 @@ def ast_source(spec: Specialisation) -> tuple[Any, dict[str, Any]]:
         attrs={(i,): [["tt.divisibility", 16]] for i in spec.divisible},
     )
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": spec.fp_fusion}
+    if spec.max_registers is not None:
+        options["maxnreg"] = spec.max_registers
     return source, options
 
 
@@ -152,5 +156,6 @@ def _specialisation(fn: Any, call: Mapping[str, Any], arch: str) -> Specialisati
         num_warps=call["num_warps"],
         num_stages=call["num_stages"],
         fp_fusion=call["enable_fp_fusion"],
+        max_registers=json.loads(call["specialization_data"])["options"]["maxnreg"],
         arch=arch,
     )

@@ -350,6 +350,12 @@ COEFFICIENT_OUTPUTS = tuple(
 )
 COEFFICIENT_ROWS = {"pre_tn": 0, "post_tn": 0, "comb_tnn": 0}
 
+TWO_PROGRAMS = Expect(
+    mma="wgmma",
+    max_stack=16,
+    reason="128 registers a thread let two programs share a core; a few words of addresses spill",
+)
+
 EXPAND = Op(
     name="mhc_expand",
     reference="deeptwin.reference.mhc:mhc_expand",
@@ -510,7 +516,7 @@ MIXES = Op(
     draw=draw_mixes,
     rows={"stream_tnm": 0},
     out_rows=COEFFICIENT_ROWS,
-    tile=32,
+    tile=64,
     relations=(
         *_relations(lambda case: narrow(case) and case.tokens < 30),
         Relation(name="scale_equivariance", axis="stream scale", hook=scaled, only=lambda case: case.regime == "mean1"),
@@ -534,7 +540,7 @@ MIXES = Op(
             name="project-m5120",
             kernel="deeptwin.kernels.triton_ops.mhc:_project",
             launch="deeptwin.parity.builds.launches.mhc:mixes",
-            expect=PRODUCT | MATRIX,
+            expect=PRODUCT | MATRIX | {"sm90": TWO_PROGRAMS},
         ),
         BuildCase(
             name="split-weights",
@@ -675,7 +681,7 @@ BOUNDARY = Op(
     draw=draw_boundary,
     rows={"stream_tnm": 0, "y_tm": 0, "pre_tn": 0, "post_tn": 0, "comb_tnn": 0},
     out_rows={"stream_tnm": 0, "x_tm": 0, **COEFFICIENT_ROWS},
-    tile=32,
+    tile=64,
     relations=(
         *_relations(),
         Relation(
@@ -724,7 +730,7 @@ HEAD = Op(
     draw=draw_head,
     rows={"stream_tnm": 0},
     out_rows={"x_tm": 0},
-    tile=32,
+    tile=64,
     relations=_relations(lambda case: case.regime in ("normal", "file") and case.width <= 48),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_head_triton"),),
     builds=(
