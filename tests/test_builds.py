@@ -64,7 +64,7 @@ CAPTURE = """
 import json, sys
 import torch
 from deeptwin.parity.builds.spec import capture
-from deeptwin.parity.builds.launches import mla, sparse_attn
+from deeptwin.parity.builds.launches import mla, sparse_attn, topk
 from deeptwin.optimized.rms_norm import rms_norm_triton
 from deeptwin.reference.config import WeightCast
 
@@ -78,6 +78,7 @@ def seen(launch, arch="sm90"):
 json.dump({
     "sm90": seen(sparse_attn.prefill_h64_d512), "sm100": seen(sparse_attn.prefill_h64_d512, "sm100"),
     "ascend950": seen(sparse_attn.prefill_h64_d512, "ascend950"), "odd": seen(odd),
+    "limits": [[c.max_registers for c in capture(launch)] for launch in (topk.topk_at_once, topk.compact)],
     "two": seen(mla.decode_h128), "again": seen(mla.decode_h128), "cuda": torch.cuda.is_available(),
 }, sys.stdout)
 """
@@ -107,6 +108,7 @@ def test_capture_sees_what_a_launch_would_compile() -> None:
     assert signature["num_heads"] == "i32"
     assert signature["head_tiles"] == "constexpr"  # an integer that is 1 becomes a constant, as on a device
     assert (constants["head_tiles"], constants["BLOCK_KEYS"], num_warps) == (1, 64, 8)
+    assert seen["limits"] == [[64], [None]]  # registers of a thread, where the launch limits them
     assert names.index("q_ptr") in divisible
     # the launch config of the other chip, on a machine that has neither
     assert seen["sm100"][0][2]["BLOCK_KEYS"] == 32

@@ -303,12 +303,13 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
             physical_slots_triton(TABLE, TABLE, page_entries=2, out=out)
 
 
-def test_rows_beyond_the_registers_of_a_program_are_walked() -> None:
-    """Both ways are judged: the card has rows on either side."""
+def test_rows_are_selected_at_once_in_parts_or_walked() -> None:
+    """All ways are judged: the card has rows for each."""
     pytest.importorskip("triton")
     from deeptwin.kernels.triton_ops.topk import select_launch
 
-    columns = {case.columns for case in CARD.op("topk").cases(False)}
-    ways = {select_launch(count, "sm90").at_once for count in columns if count}
-    assert ways == {True, False}
-    assert not select_launch(64, "ascend950").at_once
+    cases = [case for case in CARD.op("topk").cases(False) if case.columns]
+    launches = [(case, select_launch(case.columns, case.k, "sm90")) for case in cases]
+    ways = {(launch.at_once, case.columns > launch.block) for case, launch in launches}
+    assert ways == {(True, False), (True, True), (False, True)}
+    assert not select_launch(64, 16, "ascend950").at_once

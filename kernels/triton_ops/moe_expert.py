@@ -18,7 +18,7 @@ from .linear import (
     scaled_product,
     tiles_of_experts,
 )
-from .quant import SCALE_DTYPES, e4m3_codes, output_buffer, require_tile, store_scale
+from .quant import SCALE_DTYPES, e4m3_codes, output_buffer, require_format, store_scale
 from .split_softmax import arch_of
 from .swiglu import gated
 
@@ -176,7 +176,8 @@ def expert_up(
     """Launch the first half of every expert; sizes beyond the rows are cut, missing ones leave rows unwritten.
 
     Raises:
-        NotImplementedError: rows are not contiguous, or a group is no power of two from 16 up.
+        NotImplementedError: rows are not contiguous, a group is no power of two from 16 up, or the floor of fp32 scales
+            is below 2^-80.
         ValueError: an `out` buffer has another shape or is not contiguous.
         TypeError: an `out` buffer has another dtype.
         RuntimeError: x_q is on the CPU and kernels are not interpreted.
@@ -184,7 +185,7 @@ def expert_up(
     (y, m), (e, features, _) = x_q.shape, w_q.shape
     half = features // 2
     require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
-    require_tile(1, x_group)
+    require_format(1, x_group, scale, amax_floor)
     codes_out, sf_out = out or (None, None)
     codes = output_buffer(codes_out, (y, half), torch.float8_e4m3fn, x_q)
     sf = output_buffer(sf_out, (y, half // x_group), SCALE_DTYPES[scale], x_q)

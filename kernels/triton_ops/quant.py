@@ -19,15 +19,18 @@ CODE_DTYPES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
 
 @dataclass(frozen=True, kw_only=True)
 class QuantLaunch:
-    """Groups a program takes. It changes no result."""
+    """The tile of a program: rows, and groups of each. It changes no result."""
 
+    rows: int
     groups: int
-    num_warps: int = 4
+    num_warps: int
 
 
-def quant_launch(group: int) -> QuantLaunch:
-    """About 2048 elements a program, whatever the batch and the device."""
-    return QuantLaunch(groups=max(1, 2048 // group))
+def quant_launch(group: int, groups_per_row: int, *, elements: int = 1024, num_warps: int = 2) -> QuantLaunch:
+    """About so many elements: as many groups of a row as divide it evenly, and rows."""
+    most = max(1, elements // group)
+    groups = min(most, groups_per_row & -groups_per_row)
+    return QuantLaunch(rows=most // groups, groups=groups, num_warps=num_warps)
 
 
 @triton.jit
@@ -53,31 +56,51 @@ def store_scale(amax, floor, sf_ptrs, mask, MAX: tl.constexpr, SCALE: tl.constex
 
 
 @triton.jit
-def quotient(x, scale, SCALE: tl.constexpr):
-    """x / scale, correctly rounded; a power of two, 2^-126 to 2^126 as floors make it, has an exact inverse."""
+def quotient(x, scale, SCALE: tl.constexpr, SHORT: tl.constexpr):
+    """x / scale, correctly rounded; the sign of a zero may be lost unless the scale is a power of two.
+
+    A power of two, 2^-126 to 2^126 as floors make it, has an exact inverse. By any other scale, 2^-90 to 2^126, the
+    product with the rounded inverse is corrected by its remainder, instead of one division for each element. Twice: the
+    first correction leaves a faithful quotient, the second the nearest. An x that came from 16 bits needs the first
+    alone: tried for every significand of 8 and 11 bits by every fp32 one.
+    """
     if SCALE == "ue8m0" or SCALE == "pow2_f32":
         value = x * (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     else:
-        value = tl.div_rn(x, scale)
+        inverse = tl.zeros(x.shape, tl.float32) + tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        divisor = tl.zeros(x.shape, tl.float32) + scale * -1.0
+        value = x * inverse
+        value = tl.fma(tl.fma(value, divisor, x), inverse, value)
+        if not SHORT:
+            value = tl.fma(tl.fma(value, divisor, x), inverse, value)
     return value
 
 
 @triton.jit
 def e4m3_codes(x, scale, SCALE: tl.constexpr):
-    """x / scale as e4m3; clamped first, because a cast beyond ±448 is NaN on some devices."""
-    return tl.minimum(tl.maximum(quotient(x, scale, SCALE), -448.0), 448.0).to(tl.float8e4nv)
+    """x / scale as e4m3. Only a scale that saturated leaves more than 448, which a cast makes NaN on some devices."""
+    wide = x.to(tl.float32)
+    value = quotient(wide, scale, SCALE, x.dtype != tl.float32)
+    if SCALE == "e4m3":
+        value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+    if SCALE != "ue8m0" and SCALE != "pow2_f32":
+        sign = wide.to(tl.int32, bitcast=True) & -0x80000000
+        value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return value.to(tl.float8e4nv)
 
 
 @triton.jit
 def e2m1_codes(x, scale, SCALE: tl.constexpr):
     """x / scale as an e2m1 code 0 … 15: midpoints go to the code with an even mantissa bit, zero keeps its sign."""
-    value = quotient(x, scale, SCALE)
-    size = tl.minimum(tl.abs(value), 6.0)
-    bits = size.to(tl.int32, bitcast=True)
-    # from 1 on a code is exponent and first mantissa bit; below, the last bits of a sum with 2^22 count halves
-    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
-    small = (size + 4194304.0).to(tl.int32, bitcast=True) & 3
-    return tl.where(size < 1.0, small, normal) | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
+    wide = x.to(tl.float32)
+    size = quotient(tl.abs(wide), scale, SCALE, x.dtype != tl.float32)
+    # codes ascend by 1 for 1/2 up to 2, for 1 up to 4, for 2 up to 6: of three straight lines the lowest one. Each is
+    # rounded to a whole number, ties to even, in the last bits of a sum with 1.5 · 2^23
+    low = (size * 2.0 + 12582912.0).to(tl.int32, bitcast=True)
+    middle = (size + 12582914.0).to(tl.int32, bitcast=True)
+    high = (size * 0.5 + 12582916.0).to(tl.int32, bitcast=True)
+    code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 0x4B400007)) - 0x4B400000
+    return code | (wide.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True) & 8
 
 
 @triton.jit
@@ -103,33 +126,37 @@ def _quantize_rows(
     x_ptr,
     codes_ptr,
     sf_ptr,
-    num_groups,
+    num_rows,
     groups_per_row,
     stride_xt,
     stride_xm,
     floor,
     GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
     MAX: tl.constexpr,
     CODE: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    # 1. which groups: they are numbered through all rows
-    group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-    in_range = group < num_groups
-    x_ptrs = x_ptr + (group // groups_per_row) * stride_xt + (group % groups_per_row) * GROUP * stride_xm
-    item = tl.arange(0, GROUP)
-    x_ptrs = x_ptrs[:, None] + item.to(tl.int64)[None, :] * stride_xm
-    x = tl.load(x_ptrs, mask=in_range[:, None], other=0.0).to(tl.float32)
+    # 1. a group to a line; neighbouring programs take the same rows
+    line, item = tl.arange(0, TILE_ROWS * TILE_GROUPS), tl.arange(0, GROUP)
+    tiles = groups_per_row // TILE_GROUPS
+    row = (tl.program_id(0) // tiles).to(tl.int64) * TILE_ROWS + line // TILE_GROUPS
+    in_row = (tl.program_id(0) % tiles) * TILE_GROUPS + line % TILE_GROUPS
+    group = row * groups_per_row + in_row
+    in_range = row < num_rows
+    x_ptrs = x_ptr + (row * stride_xt + in_row.to(tl.int64) * GROUP * stride_xm)[:, None]
+    x_ptrs += item.to(tl.int64)[None, :] * stride_xm
+    x = tl.load(x_ptrs, mask=in_range[:, None], other=0.0)
     # 2. scales
-    scale = store_scale(tl.max(tl.abs(x), axis=1), floor, sf_ptr + group, in_range, MAX, SCALE)
+    scale = store_scale(tl.max(tl.abs(x.to(tl.float32)), axis=1), floor, sf_ptr + group, in_range, MAX, SCALE)
     if CODE == "e2m1":
         # 3. two elements share a byte, the even one in the low nibble; loads with a stride would part them too, but
         # the adapter of the Ascend chain makes a program of those that never loads
-        code = e2m1_codes(x, scale[:, None], SCALE).to(tl.uint8)
-        even, odd = tl.split(tl.reshape(code, [BLOCK_GROUPS, GROUP // 2, 2]))
+        code = e2m1_codes(x, scale[:, None], SCALE)
+        even, odd = tl.split(tl.reshape(code, [TILE_ROWS * TILE_GROUPS, GROUP // 2, 2]))
         code_ptrs = codes_ptr + group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-        tl.store(code_ptrs, even | (odd << 4), mask=in_range[:, None])
+        tl.store(code_ptrs, (even | (odd << 4)).to(tl.uint8), mask=in_range[:, None])
     else:
         code_ptrs = codes_ptr + group[:, None] * GROUP + item[None, :]
         tl.store(code_ptrs, e4m3_codes(x, scale[:, None], SCALE), mask=in_range[:, None])
@@ -155,8 +182,8 @@ def _quantize_blocks(
     column = tl.program_id(1).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     x_ptrs = x_ptr + row[:, None] * stride_xt + column[None, :] * stride_xm
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    amax = tl.max(tl.max(tl.abs(x), axis=1, keep_dims=True), axis=0, keep_dims=True)
+    x = tl.load(x_ptrs, mask=mask, other=0.0)
+    amax = tl.max(tl.max(tl.abs(x.to(tl.float32)), axis=1, keep_dims=True), axis=0, keep_dims=True)
     block = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     sf_ptrs = sf_ptr + block + tl.zeros([1, 1], tl.int64)
     scale = store_scale(amax, floor, sf_ptrs, tl.full([1, 1], 1, tl.int1), MAX, SCALE)
@@ -211,12 +238,13 @@ def quantize(
     """Codes and scales of `rows` × `group` blocks; `code` and `scale` name the formats as `QuantFormat` does.
 
     Raises:
-        NotImplementedError: rows or group is no power of two, or e2m1 codes are asked for blocks of several rows.
+        NotImplementedError: rows or group is no power of two, e2m1 codes are asked for blocks of several rows, or the
+            floor of fp32 scales is below 2^-80.
         ValueError: an `out` buffer has another shape or is not contiguous.
         TypeError: an `out` buffer has another dtype.
         RuntimeError: x_tm is on the CPU and kernels are not interpreted.
     """
-    require_tile(rows, group)
+    require_format(rows, group, scale, amax_floor)
     if rows > 1 and code == "e2m1":
         raise NotImplementedError(f"code: blocks of {rows} rows have e4m3 codes here, got {code!r}")
     t, m = x_tm.shape
@@ -244,17 +272,18 @@ def quantize(
             num_warps=8 if rows * group > 4096 else 2,
         )
         return codes, sf
-    launch = quant_launch(group)
-    _quantize_rows[(triton.cdiv(sf.numel(), launch.groups),)](
+    launch = quant_launch(group, sf_shape[1], num_warps=1 if code == "e2m1" else 2)
+    _quantize_rows[(triton.cdiv(t, launch.rows) * (sf_shape[1] // launch.groups),)](
         x_tm,
         codes,
         sf,
-        sf.numel(),
+        t,
         sf_shape[1],
         *strides,
         amax_floor,
         GROUP=group,
-        BLOCK_GROUPS=launch.groups,
+        TILE_ROWS=launch.rows,
+        TILE_GROUPS=launch.groups,
         MAX=max_value,
         CODE=code,
         SCALE=scale,
@@ -308,10 +337,12 @@ def dequantize(
     return x_tm
 
 
-def require_tile(rows: int, group: int) -> None:
-    """Refuse blocks that no tile of the compiler can hold exactly."""
+def require_format(rows: int, group: int, scale: str, amax_floor: float) -> None:
+    """Refuse blocks that no tile of the compiler can hold, and fp32 scales so small that a remainder is subnormal."""
     if rows & (rows - 1) or group & (group - 1):
         raise NotImplementedError(f"fmt: expected powers of two, got rows={rows}, group={group}")
+    if scale == "f32" and amax_floor < 2.0**-80:
+        raise NotImplementedError(f"fmt: expected amax_floor of at least 2^-80 for fp32 scales, got {amax_floor}")
 
 
 def output_buffer(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import SCALE_DTYPES, e4m3_codes, output_buffer, require_tile, store_scale
+from .quant import SCALE_DTYPES, e4m3_codes, output_buffer, require_format, store_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +25,32 @@ class NormLaunch:
 
 
 def norm_launch(width: int) -> NormLaunch:
-    """One block for rows up to 2048, several in ascending order beyond; about 16 elements a thread."""
+    """One block for rows up to 2048, several in ascending order beyond; about 8 elements a thread."""
     block = min(max(triton.next_power_of_2(width), 32), 2048)
-    return NormLaunch(block=block, num_warps=max(1, block // 512))
+    return NormLaunch(block=block, num_warps=max(1, block // 256))
 
 
 @triton.jit
-def _inverse_rms(x_ptr, stride_xm, width, count, eps, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK).to(tl.int64)
+def _appended(blocks, block):
+    return blocks + (block,)
+
+
+@triton.jit
+def _blocks(x_ptr, stride_xm, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """The row in registers, all loads under way at once."""
+    blocks = ()
+    for i in tl.static_range(BLOCKS):
+        column = i * BLOCK + tl.arange(0, BLOCK)
+        block = tl.load(x_ptr + column.to(tl.int64) * stride_xm, mask=column < width, other=0.0)
+        blocks = _appended(blocks, block)
+    return blocks
+
+
+@triton.jit
+def _inverse_rms(blocks, count, eps, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        x = tl.load(x_ptr + (start + column) * stride_xm, mask=start + column < width, other=0.0).to(tl.float32)
+    for i in tl.static_range(BLOCKS):
+        x = blocks[i].to(tl.float32)
         squares += x * x
     # within two ulps on every device, unlike an approximate rsqrt; the Ascend chain has no tl.div_rn of scalars
     return 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / count + eps)
@@ -61,18 +76,19 @@ def _rms_norm(
     stride_wm,
     eps,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BEFORE_WEIGHT: tl.constexpr,
 ):
     # 1. statistics
     row = tl.program_id(0).to(tl.int64)
-    rstd = _inverse_rms(x_ptr + row * stride_xt, stride_xm, width, count, eps, BLOCK)
-    # 2. elements; the row is read again
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK).to(tl.int64)
+    blocks = _blocks(x_ptr + row * stride_xt, stride_xm, width, BLOCK, BLOCKS)
+    rstd = _inverse_rms(blocks, count, eps, BLOCK, BLOCKS)
+    # 2. elements
+    for i in tl.static_range(BLOCKS):
+        column = i * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
-        x = tl.load(x_ptr + row * stride_xt + column * stride_xm, mask=mask, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + column * stride_wm, mask=mask, other=0.0).to(tl.float32)
-        y = _scaled(x, rstd, weight, y_ptr.dtype.element_ty, BEFORE_WEIGHT)
+        y = _scaled(blocks[i].to(tl.float32), rstd, weight, y_ptr.dtype.element_ty, BEFORE_WEIGHT)
         tl.store(y_ptr + row * width + column, y, mask=mask)
 
 
@@ -91,30 +107,33 @@ def _rms_norm_quant(
     eps,
     floor,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
     BEFORE_WEIGHT: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     # 1. statistics
     row = tl.program_id(0).to(tl.int64)
-    rstd = _inverse_rms(x_ptr + row * stride_xt, stride_xm, width, count, eps, BLOCK)
+    blocks = _blocks(x_ptr + row * stride_xt, stride_xm, width, BLOCK, BLOCKS)
+    rstd = _inverse_rms(blocks, count, eps, BLOCK, BLOCKS)
     num_groups = width // GROUP
-    for start in range(0, num_groups, BLOCK_GROUPS):
-        # 2. elements, a group to a line
-        group = start + tl.arange(0, BLOCK_GROUPS).to(tl.int64)
-        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        in_range = group < num_groups
+    BLOCK_GROUPS: tl.constexpr = BLOCK // GROUP
+    for i in tl.static_range(BLOCKS):
+        # 2. elements
+        column = i * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
-        x = tl.load(x_ptr + row * stride_xt + column * stride_xm, mask=mask, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + column * stride_wm, mask=mask, other=0.0).to(tl.float32)
-        y = _scaled(x, rstd, weight, y_ptr.dtype.element_ty, BEFORE_WEIGHT)
+        y = _scaled(blocks[i].to(tl.float32), rstd, weight, y_ptr.dtype.element_ty, BEFORE_WEIGHT)
         tl.store(y_ptr + row * width + column, y, mask=mask)
-        # 3. codes of the rounded elements
-        rounded = y.to(tl.float32)
-        amax = tl.max(tl.abs(rounded), axis=1)
-        scale = store_scale(amax, floor, sf_ptr + row * num_groups + group, in_range, 448.0, SCALE)
-        tl.store(codes_ptr + row * width + column, e4m3_codes(rounded, scale[:, None], SCALE), mask=mask)
+        # 3. codes of the rounded elements, a group to a line
+        rounded = tl.reshape(y, [BLOCK_GROUPS, GROUP])
+        group = i * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+        sf_ptrs = sf_ptr + row * num_groups + group
+        scale = store_scale(
+            tl.max(tl.abs(rounded.to(tl.float32)), axis=1), floor, sf_ptrs, group < num_groups, 448.0, SCALE
+        )
+        codes = tl.reshape(e4m3_codes(rounded, scale[:, None], SCALE), [BLOCK])
+        tl.store(codes_ptr + row * width + column, codes, mask=mask)
 
 
 def rms_norm(
@@ -149,6 +168,7 @@ def rms_norm(
         *strides,
         eps,
         BLOCK=launch.block,
+        BLOCKS=triton.cdiv(m, launch.block),
         BEFORE_WEIGHT=before_weight,
         num_warps=launch.num_warps,
     )
@@ -169,12 +189,12 @@ def rms_norm_quant(
     """Normalised rows in bf16, their e4m3 codes and the scales of groups of `group`.
 
     Raises:
-        NotImplementedError: group is no power of two.
+        NotImplementedError: group is no power of two, or the floor of fp32 scales is below 2^-80.
         ValueError: an `out` buffer has another shape or is not contiguous.
         TypeError: an `out` buffer has another dtype.
         RuntimeError: x_tm is on the CPU and kernels are not interpreted.
     """
-    require_tile(1, group)
+    require_format(1, group, scale, amax_floor)
     t, m = x_tm.shape
     y_out, codes_out, sf_out = out or (None, None, None)
     y_tm = output_buffer(y_out, (t, m), torch.bfloat16, x_tm)
@@ -198,8 +218,8 @@ def rms_norm_quant(
         eps,
         amax_floor,
         BLOCK=launch.block,
+        BLOCKS=triton.cdiv(m, launch.block),
         GROUP=group,
-        BLOCK_GROUPS=max(1, launch.block // group),
         BEFORE_WEIGHT=before_weight,
         SCALE=scale,
         num_warps=launch.num_warps,

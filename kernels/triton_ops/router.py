@@ -188,22 +188,28 @@ def _route(
     ranks = tl.where(inside, scores + bias, -float("inf"))
     if GROUPS > 1:
         ranks = _without_other_groups(ranks, GROUPS, GROUP_SIZE, KEPT, TOP2)
-    # 3. the largest one after the other; of equal ranks the smallest index
+    # 3. the largest one after the other, of equal ranks the smallest index: ranks as integers in their order and the
+    # bits of scores, none negative, because a warp reduces integers by one instruction; below all ranks stands what
+    # cannot be chosen
+    lowest = tl.full([EXPERTS], -0x80000000, tl.int32)
+    bits = (ranks + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is +0
+    keys = tl.where(ranks > -float("inf"), tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), lowest)
+    score_bits = scores.to(tl.int32, bitcast=True)
     slot = tl.arange(0, TOPK_PAD)
     idx = tl.full([TOPK_PAD], -1, tl.int32)
-    selected = tl.zeros([TOPK_PAD], tl.float32)
+    selected = tl.zeros([TOPK_PAD], tl.int32)
     for j in tl.static_range(TOPK):
-        top = tl.max(ranks, axis=0)
-        chosen = tl.min(tl.where((ranks == top) & (ranks > -float("inf")), expert, EXPERTS), axis=0)
-        is_chosen = expert == chosen
+        top = tl.max(keys, axis=0)
         # no rank is left where the biases were not inspected and disable too many: -1, not some expert
-        idx = tl.where(slot == j, tl.where(chosen < EXPERTS, chosen, -1), idx)
-        selected = tl.where(slot == j, tl.sum(tl.where(is_chosen, scores, 0.0), axis=0), selected)
-        ranks = tl.where(is_chosen, -float("inf"), ranks)
+        chosen = tl.where(top > -0x80000000, tl.min(tl.where(keys == top, expert, EXPERTS), axis=0), -1)
+        idx = tl.where(slot == j, chosen, idx)
+        selected = tl.where(slot == j, tl.max(tl.where(expert == chosen, score_bits, 0), axis=0), selected)
+        keys = tl.where(expert == chosen, lowest, keys)
     # 4. weights
     lane = slot >= 0
     if HAS_MASK:
         lane = (tl.load(mask_ptr + row) + slot * 0) != 0
+    selected = selected.to(tl.float32, bitcast=True)
     _store_selected(idx, selected, lane, row, idx_ptr, weights_ptr, route_scale, TOPK, TOPK_PAD, STEPS, PLUS_EPS)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import SCALE_DTYPES, e4m3_codes, output_buffer, require_tile, store_scale
+from .quant import SCALE_DTYPES, e4m3_codes, output_buffer, quant_launch, require_format, store_scale
 
 LOG2_E = tl.constexpr(1.44269502162933349609375)  # rounded to fp32
 LOG2_E_REST = tl.constexpr(1.92596299112661746887e-8)
@@ -73,7 +73,8 @@ def _swiglu_quant(
     weight_ptr,
     codes_ptr,
     sf_ptr,
-    half,
+    num_rows,
+    groups_per_row,
     stride_ht,
     stride_wt,
     limit,
@@ -81,25 +82,29 @@ def _swiglu_quant(
     HAS_LIMIT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     # 1. a group to a line
-    row = tl.program_id(0).to(tl.int64)
-    num_groups = half // GROUP
-    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    in_range = group < num_groups
-    mask = column < half
-    gate = tl.load(h_ptr + row * stride_ht + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + row * stride_ht + half + column, mask=mask, other=0.0).to(tl.float32)
+    line, item = tl.arange(0, TILE_ROWS * TILE_GROUPS), tl.arange(0, GROUP)
+    tiles = groups_per_row // TILE_GROUPS
+    row = (tl.program_id(0) // tiles).to(tl.int64) * TILE_ROWS + line // TILE_GROUPS
+    in_row = (tl.program_id(0) % tiles) * TILE_GROUPS + line % TILE_GROUPS
+    group = row * groups_per_row + in_row
+    in_range = row < num_rows
+    mask = in_range[:, None]
+    h_ptrs = h_ptr + (row * stride_ht + in_row * GROUP)[:, None] + item[None, :]
+    gate = tl.load(h_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(h_ptrs + groups_per_row * GROUP, mask=mask, other=0.0).to(tl.float32)
     weight = 1.0
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + row * stride_wt).to(tl.float32)
+        weight = tl.load(weight_ptr + row * stride_wt, mask=in_range, other=0.0).to(tl.float32)[:, None]
     value = gated(gate, up, weight, limit, HAS_LIMIT, HAS_WEIGHT)
     # 2. scales and codes of the unrounded value
-    scale = store_scale(tl.max(tl.abs(value), axis=1), floor, sf_ptr + row * num_groups + group, in_range, 448.0, SCALE)
-    tl.store(codes_ptr + row * half + column, e4m3_codes(value, scale[:, None], SCALE), mask=mask)
+    scale = store_scale(tl.max(tl.abs(value), axis=1), floor, sf_ptr + group, in_range, 448.0, SCALE)
+    code_ptrs = codes_ptr + (group * GROUP)[:, None] + item[None, :]
+    tl.store(code_ptrs, e4m3_codes(value, scale[:, None], SCALE), mask=mask)
 
 
 def swiglu(
@@ -154,12 +159,13 @@ def swiglu_quant(
     """Launch SwiGLU and the quantiser in one kernel.
 
     Raises:
-        NotImplementedError: rows are not contiguous, or group is no power of two.
+        NotImplementedError: rows are not contiguous, group is no power of two, or the floor of fp32 scales is below
+            2^-80.
         ValueError: an `out` buffer has another shape or is not contiguous.
         TypeError: an `out` buffer has another dtype.
         RuntimeError: h_ti is on the CPU and kernels are not interpreted.
     """
-    require_tile(1, group)
+    require_format(1, group, scale, amax_floor)
     _require_rows(h_ti)
     t, half = h_ti.shape[0], h_ti.shape[1] // 2
     codes_out, sf_out = out or (None, None)
@@ -168,14 +174,15 @@ def swiglu_quant(
     if not codes.numel():
         return codes, sf
     require_runnable("h_ti", h_ti)
-    launch = SwigluLaunch()
-    block_groups = max(1, launch.block // group)
-    _swiglu_quant[(t, triton.cdiv(half // group, block_groups))](
+    groups_per_row = half // group
+    launch = quant_launch(group, groups_per_row, elements=2048, num_warps=4)
+    _swiglu_quant[(triton.cdiv(t, launch.rows) * (groups_per_row // launch.groups),)](
         h_ti,
         h_ti if weight_t is None else weight_t,
         codes,
         sf,
-        half,
+        t,
+        groups_per_row,
         h_ti.stride(0),
         0 if weight_t is None else weight_t.stride(0),
         0.0 if limit is None else limit,
@@ -183,7 +190,8 @@ def swiglu_quant(
         HAS_LIMIT=limit is not None,
         HAS_WEIGHT=weight_t is not None,
         GROUP=group,
-        BLOCK_GROUPS=block_groups,
+        TILE_ROWS=launch.rows,
+        TILE_GROUPS=launch.groups,
         SCALE=scale,
         num_warps=launch.num_warps,
     )

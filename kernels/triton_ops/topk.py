@@ -1,9 +1,10 @@
 """Exact top-k of rows, candidate blocks, and the maps from compact indices to entries and slots.
 
-A row is selected by one program: it finds the k-th largest score from the top bit down, counting how many scores reach
-each threshold, and writes what lies above, and of the scores at the threshold the first ones. A row that fits the
-registers of a program is read once and searched bit by bit; a longer one is walked four bits at a time. Counts are
-integers, so nothing depends on an order, and indices come out in the order of the row.
+A program finds the k-th largest score of a row by counting how many scores reach a threshold, and writes what lies
+above, and of the scores at the threshold the first ones. On a GPU the scores lie in registers: the threshold is
+halved between bounds, and of a row that is too long the best of its parts are selected first, then the best of these;
+elsewhere a row is walked, four bits of the threshold at a time. Counts are exact, so nothing depends on an order, and
+indices come out in the order of the row.
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)  # the largest finite bf16
 
 @dataclass(frozen=True, kw_only=True)
 class SelectLaunch:
-    """Scores that a program looks at side by side, and whether these are all of a row; it changes no result."""
+    """Scores that a program looks at side by side, and whether it keeps them in registers; it changes no result."""
 
     block: int
     at_once: bool = False
     num_warps: int = 4
+    registers: int = 64  # of a thread, at once: with all that the compiler would take, h200 is a sixth slower
 
 
-def select_launch(num_columns: int, arch: str) -> SelectLaunch:
-    """A row at once while it fits the registers, 32 scores a thread at most; otherwise in blocks of 1024."""
-    block = max(32, triton.next_power_of_2(num_columns))
-    if block <= 32768 and arch.startswith("sm"):
-        return SelectLaunch(block=block, at_once=True, num_warps=min(32, max(1, block // 512)))
+def select_launch(num_columns: int, k: int, arch: str) -> SelectLaunch:
+    """On GPUs a row, or parts of it, in registers, 32 scores a thread; else blocks of 1024.
+
+    Parts of 8192 are the fastest where they have 16 k scores and more; those of 4 k still halve a row.
+    """
+    block, width = max(32, triton.next_power_of_2(num_columns)), triton.next_power_of_2(k)
+    part = min(block, max(8192, min(16 * width, 32768)))
+    if arch.startswith("sm") and (part == block or part >= 4 * width):
+        return SelectLaunch(block=part, at_once=True, num_warps=max(1, part // 1024))
     return SelectLaunch(block=min(1024, block))
 
 
@@ -117,42 +123,100 @@ def _select(
 
 
 @triton.jit
+def _key(number, BITS: tl.constexpr):
+    """An fp32 number as an integer in value order, ±0 alike; of a bf16 the lower half says nothing."""
+    bits = (number + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is +0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> (32 - BITS)
+
+
+@triton.jit
+def _threshold(key, BITS: tl.constexpr):
+    """The least fp32 number of a key."""
+    bits = key << (32 - BITS)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reach(x, key, BITS: tl.constexpr):
+    """How many scores reach a key; fp32 holds such counts exactly, and adds at twice the rate of integers."""
+    return tl.sum(tl.where(x >= _threshold(key, BITS), 1.0, 0.0), axis=0).to(tl.int32)
+
+
+@triton.jit
+def _ordinals(flags, BLOCK: tl.constexpr):
+    """1, 2, … for the flags that are set, in their order: counted in lines of 32, then the lines."""
+    grid = tl.reshape(flags.to(tl.int32), [BLOCK // 32, 32])
+    lines = tl.sum(grid, axis=1)
+    before = tl.cumsum(lines, axis=0) - lines
+    return tl.reshape(tl.cumsum(grid, axis=1) + before[:, None], [BLOCK])
+
+
+@triton.jit
 def _select_at_once(
     scores_ptr,
+    origin_ptr,
     length_ptr,
     idx_ptr,
     num_columns,
     k,
     stride_st,
+    HAS_ORIGIN: tl.constexpr,
     BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # 1. the whole row; what cannot be chosen stands below everything that can
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    length = tl.minimum(tl.load(length_ptr + row), num_columns)
-    inside = column < length
-    key, valid = ordered(tl.load(scores_ptr + row * stride_st + column, mask=inside, other=0.0), inside, BITS)
-    lowest = tl.full([], -(2 ** (BITS - 1)), tl.int32)
-    key = tl.where(valid, key, lowest)
-    # 2. the k-th largest score: `low` never has fewer than k scores at or above it
-    low = tl.where(tl.sum((key >= 0).to(tl.int32), axis=0) >= k, 0, lowest)
-    for place in range(1, BITS):
-        higher = low + (tl.full([], 1, tl.int32) << (BITS - 1 - place))
-        low = tl.where(tl.sum((key >= higher).to(tl.int32), axis=0) >= k, higher, low)
-    # 3. all that lie above, and of those at the threshold the first ones
-    above = key > low
-    is_tied = ((key == low) & (key > lowest)).to(tl.int32)
-    room = k - tl.sum(above.to(tl.int32), axis=0)
-    chosen = above | ((is_tied > 0) & (tl.cumsum(is_tied, axis=0) <= room))
-    count = chosen.to(tl.int32)
-    out_ptr = idx_ptr + row * k
-    tl.store(out_ptr + tl.cumsum(count, axis=0) - 1, column, mask=chosen)
+    # 1. the scores of a part, by their columns or by those that are named; what cannot be chosen is -inf
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    item = tl.arange(0, BLOCK)
+    column = part * BLOCK + item
+    if HAS_ORIGIN:
+        at = tl.load(origin_ptr + row * num_columns + column, mask=column < num_columns, other=-1)
+        inside = at >= 0
+    else:
+        at = column
+        inside = column < tl.minimum(tl.load(length_ptr + row), num_columns)
+    x = tl.load(scores_ptr + row * stride_st + at, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.maximum(x, float("-inf"))
+    # 2. the k-th largest score: count scores reach low, and these are no more than k or high is reached by fewer.
+    # One score of each of k or more groups reaches the least of their maxima
+    best = x
+    if GROUPS < BLOCK // 4:
+        best = tl.max(tl.max(tl.reshape(x, [BLOCK // GROUPS // 4, GROUPS, 4]), axis=2), axis=0)
+    lowest = tl.full([], -(2 ** (BITS - 1)), tl.int32) + (0x7FFFFF >> (32 - BITS)) + 1  # that is finite
+    low = tl.maximum(_key(tl.min(best, axis=0), BITS), lowest)
+    high = _key(tl.max(best, axis=0), BITS) + 1
+    count = _reach(x, low, BITS)
+    middle = (low & high) + ((low ^ high) >> 1)
+    while (count > k) & (middle > low):
+        reached = _reach(x, middle, BITS)
+        if reached >= k:
+            low = middle
+            count = reached
+        else:
+            high = middle
+        middle = (low & high) + ((low ^ high) >> 1)
+    # 3. all that reach low; if these are too many, of the ties at low the first ones. Bounds, counts and sums: logic on
+    # flags would be packed into bits and unpacked again
+    floor, above = _threshold(low, BITS), _threshold(low + 1, BITS)
+    last = tl.full([], BLOCK, tl.int32)
+    if count > k:
+        tied = tl.where(x >= floor, 1, 0) - tl.where(x >= above, 1, 0)
+        nth = _ordinals(tied, BLOCK) * tied
+        room = k - _reach(x, low + 1, BITS)
+        last = tl.max(tl.where(nth <= room, item * tied, 0), axis=0)
+    chosen = tl.where(x >= tl.where(item <= last, floor, above), 1, 0)
+    # -1 for the others; 16 bits, because the places pass from one layout to another
+    place = (_ordinals(chosen, BLOCK) * chosen - 1).to(tl.int16)
+    is_chosen = place >= 0
+    out_ptr = idx_ptr + (row * tl.num_programs(1) + part) * k
+    index = column
+    if HAS_ORIGIN:
+        index = tl.load(origin_ptr + row * num_columns + column, mask=is_chosen, other=-1)
+    tl.store(out_ptr + place.to(tl.int64), index, mask=is_chosen)
     # 4. what is left of the k places
-    written = tl.sum(count, axis=0)
-    for start in range(0, k, BLOCK):
-        at = start + column
-        tl.store(out_ptr + at, tl.full([BLOCK], -1, tl.int32), mask=(at >= written) & (at < k))
+    for start in range(tl.minimum(count, k), k, BLOCK):
+        left = start + item
+        tl.store(out_ptr + left, tl.full([BLOCK], -1, tl.int32), mask=left < k)
 
 
 @triton.jit
@@ -242,10 +306,14 @@ def topk(
     if not t:
         return idx_tk
     require_runnable("scores_ts", scores_ts)
-    launch = launch or select_launch(s, arch_of(scores_ts.device))
-    (_select_at_once if launch.at_once else _select)[(t,)](
+    launch = launch or select_launch(s, k, arch_of(scores_ts.device))
+    length_t = length_t.contiguous()
+    if launch.at_once:
+        _select_parts(scores_ts, None, length_t, idx_tk, launch)
+        return idx_tk
+    _select[(t,)](
         scores_ts,
-        length_t.contiguous(),
+        length_t,
         idx_tk,
         s,
         k,
@@ -255,6 +323,40 @@ def topk(
         num_warps=launch.num_warps,
     )
     return idx_tk
+
+
+def _select_parts(
+    scores_ts: torch.Tensor,
+    origin_ts: torch.Tensor | None,
+    length_t: torch.Tensor,
+    idx_tk: torch.Tensor,
+    launch: SelectLaunch,
+) -> None:
+    """The best of every part of a row, then the best of these, until one part is left."""
+    t, k = idx_tk.shape
+    s = (scores_ts if origin_ts is None else origin_ts).shape[1]
+    block = min(launch.block, max(32, triton.next_power_of_2(s)))
+    num_parts = max(1, triton.cdiv(s, block))
+    found = idx_tk
+    if num_parts > 1:
+        found = torch.empty((t, num_parts * k), dtype=torch.int32, device=scores_ts.device)
+    _select_at_once[(t, num_parts)](
+        scores_ts,
+        length_t if origin_ts is None else origin_ts,
+        length_t,
+        found,
+        s,
+        k,
+        scores_ts.stride(0),
+        HAS_ORIGIN=origin_ts is not None,
+        BITS=16 if scores_ts.dtype == torch.bfloat16 else 32,
+        GROUPS=triton.next_power_of_2(k),
+        BLOCK=block,
+        num_warps=max(1, launch.num_warps * block // launch.block),
+        maxnreg=launch.registers,
+    )
+    if num_parts > 1:
+        _select_parts(scores_ts, found, length_t, idx_tk, launch)
 
 
 def candidate_blocks(

@@ -93,7 +93,7 @@ class Specialisation:
     num_warps: int
     num_stages: int
     fp_fusion: bool = True
-    max_registers: int | None = None  # what the launch allows a thread
+    max_registers: int | None = None  # of a thread, where the launch limits them
     arch: str = field(default="sm90", compare=False)  # the launch config was chosen for it
 
 
@@ -139,7 +139,7 @@ def ast_source(spec: Specialisation) -> tuple[Any, dict[str, Any]]:
         attrs={(i,): [["tt.divisibility", 16]] for i in spec.divisible},
     )
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": spec.fp_fusion}
-    if spec.max_registers is not None:
+    if spec.max_registers:
         options["maxnreg"] = spec.max_registers
     return source, options
 
@@ -156,6 +156,6 @@ def _specialisation(fn: Any, call: Mapping[str, Any], arch: str) -> Specialisati
         num_warps=call["num_warps"],
         num_stages=call["num_stages"],
         fp_fusion=call["enable_fp_fusion"],
-        max_registers=json.loads(call["specialization_data"])["options"]["maxnreg"],
+        max_registers=json.loads(call["specialization_data"])["options"].get("maxnreg"),
         arch=arch,
     )

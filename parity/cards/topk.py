@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import draws
 from ..builds.ascend_presets import VECTOR
 from ..builds.presets import NO_PRODUCT
-from ..builds.spec import BuildCase
+from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
 from ..relations import Context, Variant, row_chunks
 from ..rules import Bitwise, TopK
@@ -149,9 +149,10 @@ def cases(full: bool) -> list[SelectCase]:
         replace(SMALL, tokens=2, columns=2300, k=512, regime="relu"),
         replace(SMALL, tokens=1, columns=2100, k=700, regime="nan"),
         replace(SMALL, tokens=1, columns=4096, k=512, dtype="fp32"),
-        # beyond the registers of a program
-        replace(SMALL, tokens=1, columns=32800, k=512, regime="relu"),
+        # beyond the registers of a program: the best of parts, then of these; walked where too many are wanted
+        replace(SMALL, tokens=2, columns=32800, k=512, regime="relu", lengths="mixed"),
         replace(SMALL, tokens=1, columns=33000, k=2048, regime="near", dtype="fp32"),
+        replace(SMALL, tokens=1, columns=33000, k=8200, regime="relu"),
     ]
     if full:
         found += [
@@ -159,6 +160,8 @@ def cases(full: bool) -> list[SelectCase]:
             for s, k, r, d in product((513, 1024, 1025), (64, 512), ("normal", "ties", "relu"), ("bf16", "fp32"))
         ]
         found += [replace(SMALL, tokens=1, columns=16385, k=512), replace(SMALL, tokens=2, columns=4096, k=2048)]
+        # the best of the best of parts
+        found += [replace(SMALL, tokens=1, columns=140000, k=512, regime=r) for r in ("normal", "relu", "masked")]
     return list({case.id: case for case in found}.values())
 
 
@@ -244,6 +247,15 @@ def _relations(*more: Relation) -> tuple[Relation, ...]:
 GARBAGE = Relation(name="causality", axis="beyond the length", hook=other_garbage, only=short)
 ROWS = {"scores_ts": 0, "length_t": 0}
 
+# four programs a core instead of two: 241 us at 64 registers, 290 at 96, 302 at 128 (8192 rows of 8192, h200)
+FEW_REGISTERS = (
+    "64 registers a thread, some of them spilled, are a sixth faster than as many as the compiler would take"
+)
+SPILLS = {
+    "sm90": Expect(mma=None, max_stack=448, reason=FEW_REGISTERS),
+    "sm100": Expect(mma=None, max_stack=832, reason=FEW_REGISTERS),
+}
+
 TOPK = Op(
     name="topk",
     reference="deeptwin.reference.topk:topk",
@@ -265,19 +277,31 @@ TOPK = Op(
             name="bf16-k512",
             kernel="deeptwin.kernels.triton_ops.topk:_select",
             launch="deeptwin.parity.builds.launches.topk:topk_bf16",
-            expect=NO_PRODUCT | VECTOR,
+            expect=VECTOR,
+        ),
+        BuildCase(
+            name="bf16-parts-k512",
+            kernel="deeptwin.kernels.triton_ops.topk:_select_at_once",
+            launch="deeptwin.parity.builds.launches.topk:topk_bf16",
+            expect=SPILLS,
         ),
         BuildCase(
             name="fp32-s8192-k512",
             kernel="deeptwin.kernels.triton_ops.topk:_select_at_once",
             launch="deeptwin.parity.builds.launches.topk:topk_at_once",
-            expect=NO_PRODUCT,
+            expect=SPILLS,
         ),
         BuildCase(
             name="fp32-k512",
             kernel="deeptwin.kernels.triton_ops.topk:_select",
             launch="deeptwin.parity.builds.launches.topk:topk_fp32",
-            expect=NO_PRODUCT | VECTOR,
+            expect=VECTOR,
+        ),
+        BuildCase(
+            name="fp32-k16384",
+            kernel="deeptwin.kernels.triton_ops.topk:_select",
+            launch="deeptwin.parity.builds.launches.topk:topk_wide",
+            expect=NO_PRODUCT,
         ),
     ),
     peers=(

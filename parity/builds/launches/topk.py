@@ -34,6 +34,11 @@ def topk_at_once() -> None:
     topk_triton(torch.empty(TOKENS, 8192), _int32(TOKENS), k=TOPK)
 
 
+def topk_wide() -> None:
+    """More than parts in registers narrow down: the row is walked."""
+    topk_triton(torch.empty(TOKENS, ENTRIES), _int32(TOKENS), k=16384)
+
+
 def candidates() -> None:
     """The blocks that the candidate source publishes: block scores, then a selection."""
     candidate_blocks_triton(
