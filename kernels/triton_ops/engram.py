@@ -13,6 +13,7 @@ import triton.language as tl
 
 from . import require_runnable
 from .quant import output_buffer, ue8m0_value
+from .split_softmax import arch_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,20 @@ class EngramLaunch:
 
 
 LAUNCH = EngramLaunch()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedLaunch:
+    """Groups of 32 channels that a program of the embedding takes. It changes no result."""
+
+    groups: int = 128
+    widens_e4m3: bool = True  # the target converts e4m3 by itself
+    num_warps: int = 8
+
+
+def embed_launch(arch: str) -> EmbedLaunch:
+    """16 channels a thread; the Ascend chain takes the bits of a code apart itself."""
+    return EmbedLaunch(widens_e4m3=arch != "ascend950")
 
 
 @triton.jit
@@ -217,30 +232,28 @@ def _embed(
     table_sf_ptr,
     rows_ptr,
     values_ptr,
-    num_entries,
+    num_groups,
     num_rows,
-    columns,
     stride_tr,
     stride_sr,
-    stride_rt,
-    stride_rz,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDENS: tl.constexpr,
 ):
-    # 1. which rows
-    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    in_range = entry < num_entries
-    row_at = rows_ptr + (entry // columns) * stride_rt + (entry % columns) * stride_rz
-    row = tl.load(row_at, mask=in_range, other=-1).to(tl.int64)[:, None]
+    # 1. groups are numbered through all named rows; a group and its scale stay in one line
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_range = group < num_groups
+    part = group % GROUPS
+    row = tl.load(rows_ptr + group // GROUPS, mask=in_range, other=-1).to(tl.int64)
+    named = (row >= 0) & (row < num_rows)
+    row = tl.where(named, row, 0)
     # 2. values, the only rounding
-    channel = tl.arange(0, DIM_PAD)[None, :]
-    mask = (row >= 0) & (row < num_rows) & (channel < DIM)
-    row = tl.where((row >= 0) & (row < num_rows), row, 0)
-    code = tl.load(table_ptr + row * stride_tr + channel, mask=mask, other=0)
-    scale = tl.load(table_sf_ptr + row * stride_sr + channel // 32, mask=mask, other=127)
-    value = (e4m3_value(code) * ue8m0_value(scale)).to(values_ptr.dtype.element_ty)
-    tl.store(values_ptr + entry[:, None] * DIM + channel, value, mask=in_range[:, None] & (channel < DIM))
+    scale = ue8m0_value(tl.load(table_sf_ptr + row * stride_sr + part, mask=named, other=127))[:, None]
+    item = tl.arange(0, 32)[None, :]
+    code = tl.load(table_ptr + (row * stride_tr + part * 32)[:, None] + item, mask=named[:, None], other=0)
+    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if WIDENS else e4m3_value(code)
+    value = (value * scale).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + (group.to(tl.int64) * 32)[:, None] + item, value, mask=in_range[:, None])
 
 
 def engram_window(
@@ -416,21 +429,20 @@ def engram_embed(
         return e_tm
     require_runnable("row_tz", row_tz)
     table, table_sf = _rows(table_rd.view(torch.uint8)), _rows(table_sf_rg)
-    _embed[(triton.cdiv(row_tz.numel(), LAUNCH.rows),)](
+    launch, num_groups = embed_launch(arch_of(row_tz.device)), row_tz.numel() * (dim // 32)
+    _embed[(triton.cdiv(num_groups, launch.groups),)](
         table,
         table_sf,
-        row_tz,
+        row_tz.contiguous(),
         e_tm,
-        row_tz.numel(),
+        num_groups,
         r,
-        columns,
         table.stride(0),
         table_sf.stride(0),
-        *row_tz.stride(),
-        DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim),
-        BLOCK=LAUNCH.rows,
-        num_warps=LAUNCH.num_warps,
+        GROUPS=dim // 32,
+        BLOCK=launch.groups,
+        WIDENS=launch.widens_e4m3,
+        num_warps=launch.num_warps,
     )
     return e_tm
 

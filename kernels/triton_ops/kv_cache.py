@@ -1,8 +1,8 @@
 """Records of a paged cache: quantise and store, load and dequantise, and norm + RoPE + quantise + store in one launch.
 
-e4m3 codes and scales are made and read as integers: they are the same on every target, also where the compiler cannot
-convert fp8. A group of channels and its scale stay in one row of a tile, and the addresses of both are linear in page
-and slot, so one kernel serves both layouts of a page.
+e4m3 codes and scales are converted by the target, or made and read as integers where its compiler cannot: the bytes are
+the same. A group of channels and its scale stay in one row of a tile, and the addresses of both are linear in page and
+slot, so one kernel serves both layouts of a page.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import e2m1_codes, e2m1_value, output_buffer, ue8m0_value
+from .quant import e2m1_codes, e2m1_value, output_buffer, quotient, ue8m0_value
 from .rope import difference_of_products
+from .split_softmax import arch_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,19 +24,26 @@ class RecordLaunch:
     """Groups a program of the store or the load takes. It changes no result."""
 
     groups: int
+    e4m3_bits: bool
     num_warps: int = 8  # 8 channels a thread: with 16 the FP4 store needs a stack on SM100
 
 
-def record_launch(group: int) -> RecordLaunch:
-    """About 2048 channels a program, whatever the number of rows and the device."""
-    return RecordLaunch(groups=max(1, 2048 // group))
+def record_launch(group: int, arch: str) -> RecordLaunch:
+    """About 2048 channels a program, whatever the number of rows; the Ascend chain cannot convert e4m3."""
+    return RecordLaunch(groups=max(1, 2048 // group), e4m3_bits=arch == "ascend950")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLaunch:
-    """Threads that share a row of the fused store: fixes the order in which its squares are added."""
+    """One warp takes a row of the fused store: its squares are added without a barrier, in an order of their own."""
 
-    num_warps: int = 2
+    e4m3_bits: bool
+    num_warps: int = 1
+
+
+def fused_launch(arch: str) -> FusedLaunch:
+    """The same for every width and number of rows; the Ascend chain cannot convert e4m3."""
+    return FusedLaunch(e4m3_bits=arch == "ascend950")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,40 +72,62 @@ class Record:
 
 
 @triton.jit
-def _e4m3_byte(x):
+def _e4m3_byte(x, BITS: tl.constexpr):
     """The nearest e4m3 code of fp32 values, ties to even, saturating."""
-    size = tl.minimum(tl.abs(x), 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # below 2^-6 the codes are multiples of 2^-9: a sum with 1.5 * 2^23 has them in its last bits
-    small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 15
-    return tl.where(size < 0.015625, small, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    if BITS:
+        size = tl.minimum(tl.abs(x), 448.0)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # below 2^-6 the codes are multiples of 2^-9: a sum with 1.5 * 2^23 has them in its last bits
+        small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 15
+        code = tl.where(size < 0.015625, small, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    else:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return code
 
 
 @triton.jit
-def _e4m3_value(byte):
-    """The fp32 values of e4m3 codes given as int32."""
-    size = byte & 0x7F
-    small = (size.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-    bits = tl.where(size < 8, small, tl.where(size == 0x7F, 0x7FC00000, (size << 20) + (120 << 23)))
-    return (bits | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
+def _e4m3_value(byte, BITS: tl.constexpr):
+    """The fp32 values of e4m3 codes given as integers."""
+    if BITS:
+        byte = byte.to(tl.int32)
+        size = byte & 0x7F
+        small = (size.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+        bits = tl.where(size < 8, small, tl.where(size == 0x7F, 0x7FC00000, (size << 20) + (120 << 23)))
+        value = (bits | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
+    else:
+        value = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return value
 
 
 @triton.jit
-def _scale_byte(amax, floor, MAX: tl.constexpr, E4M3_SCALE: tl.constexpr):
+def _e2m1_values(byte, BITS: tl.constexpr):
+    """The fp32 values of the two e2m1 codes of a byte, the low nibble first."""
+    if BITS:
+        byte = byte.to(tl.int32)
+        low, high = e2m1_value(byte & 15), e2m1_value(byte >> 4)
+    else:
+        # two bits of exponent and one of mantissa stand in an e4m3 code of a 64th of the value
+        low = _e4m3_value(((byte & 7) << 2) | ((byte & 8) << 4), BITS) * 64.0
+        high = _e4m3_value(((byte >> 2) & 0x1C) | (byte & 0x80), BITS) * 64.0
+    return low, high
+
+
+@triton.jit
+def _scale_byte(amax, floor, MAX: tl.constexpr, E4M3_SCALE: tl.constexpr, BITS: tl.constexpr):
     """The byte of the scale of groups whose largest magnitude is `amax`."""
     exact = tl.div_rn(tl.maximum(amax, floor), MAX)
     # up to a power of two by the exponent field; exact is a normal number, the floor sees to it
     byte = ((exact.to(tl.int32, bitcast=True) - 1) >> 23) + 1
     if E4M3_SCALE:
-        byte = _e4m3_byte(exact)
+        byte = _e4m3_byte(exact, BITS)
     return byte
 
 
 @triton.jit
-def _scale_value(byte, E4M3_SCALE: tl.constexpr):
+def _scale_value(byte, E4M3_SCALE: tl.constexpr, BITS: tl.constexpr):
     """The fp32 value of a scale byte."""
-    return _e4m3_value(byte) if E4M3_SCALE else ue8m0_value(byte)
+    return _e4m3_value(byte, BITS) if E4M3_SCALE else ue8m0_value(byte)
 
 
 @triton.jit
@@ -120,23 +150,25 @@ def _store_groups(
     MAX: tl.constexpr,
     PACKED: tl.constexpr,
     E4M3_SCALE: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """Write codes and scales of groups [ROWS, GROUP]; returns what they stand for, in fp32."""
-    byte = _scale_byte(tl.max(tl.abs(x), axis=1), floor, MAX, E4M3_SCALE)
+    byte = _scale_byte(tl.max(tl.abs(x), axis=1), floor, MAX, E4M3_SCALE, BITS)
     tl.store(scale_at, byte.to(tl.uint8), mask=is_stored)
-    scale = _scale_value(byte, E4M3_SCALE)[:, None]
+    scale = _scale_value(byte, E4M3_SCALE, BITS)[:, None]
+    scale_kind: tl.constexpr = "e4m3" if E4M3_SCALE else "ue8m0"
     if PACKED:
         # two channels share a byte, the even one in the low nibble
-        codes = e2m1_codes(x, scale, "e4m3" if E4M3_SCALE else "ue8m0")
+        codes = e2m1_codes(x, scale, scale_kind)
         even, odd = tl.split(tl.reshape(codes, [ROWS, GROUP // 2, 2]))
         at = codes_at[:, None] + tl.arange(0, GROUP // 2)[None, :]
         tl.store(at, (even | (odd << 4)).to(tl.uint8), mask=is_stored[:, None])
         value = e2m1_value(codes) * scale
     else:
-        codes = _e4m3_byte(tl.div_rn(x, scale))
+        codes = _e4m3_byte(quotient(x, scale, scale_kind), BITS)
         at = codes_at[:, None] + tl.arange(0, GROUP)[None, :]
         tl.store(at, codes.to(tl.uint8), mask=is_stored[:, None])
-        value = _e4m3_value(codes) * scale
+        value = _e4m3_value(codes, BITS) * scale
     return value
 
 
@@ -163,6 +195,7 @@ def _store_records(
     PACKED: tl.constexpr,
     E4M3_SCALE: tl.constexpr,
     GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     # 1. which groups: they are numbered through all rows; where their records go
     group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
@@ -177,7 +210,7 @@ def _store_records(
     # 3. codes and scales
     codes_at = cache_ptr + page_at + slot * code_step + part * GROUP_BYTES
     scale_at = cache_ptr + page_at + scale_start + slot * scale_step + part
-    _store_groups(x, is_stored, codes_at, scale_at, floor, BLOCK_GROUPS, GROUP, MAX, PACKED, E4M3_SCALE)
+    _store_groups(x, is_stored, codes_at, scale_at, floor, BLOCK_GROUPS, GROUP, MAX, PACKED, E4M3_SCALE, BITS)
 
 
 @triton.jit
@@ -199,39 +232,50 @@ def _load_records(
     PACKED: tl.constexpr,
     E4M3_SCALE: tl.constexpr,
     GROUP_BYTES: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     # 1. which groups, and where they stand
-    group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    group = tl.program_id(0) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     row, part = group // ROW_GROUPS, group % ROW_GROUPS
-    slot = tl.load(slots_ptr + row * stride_s, mask=group < num_groups, other=-1).to(tl.int64)
+    slot = tl.load(slots_ptr + row.to(tl.int64) * stride_s, mask=group < num_groups, other=-1).to(tl.int64)
     is_there = (slot >= 0) & (slot < num_entries)
     page_at, slot = _place(slot, is_there, page_slots, stride_page)
     # 2. scales and codes; what no slot names is zero and was never read
     scale_at = cache_ptr + page_at + scale_start + slot * scale_step + part
-    scale = _scale_value(tl.load(scale_at, mask=is_there, other=0).to(tl.int32), E4M3_SCALE)[:, None]
+    scale = _scale_value(tl.load(scale_at, mask=is_there, other=0), E4M3_SCALE, BITS)[:, None]
     codes_at = (cache_ptr + page_at + slot * code_step + part * GROUP_BYTES)[:, None]
-    byte = tl.load(codes_at + tl.arange(0, GROUP_BYTES)[None, :], mask=is_there[:, None], other=0).to(tl.int32)
+    byte = tl.load(codes_at + tl.arange(0, GROUP_BYTES)[None, :], mask=is_there[:, None], other=0)
     if PACKED:
-        pair = tl.join(e2m1_value(byte & 15) * scale, e2m1_value(byte >> 4) * scale)
-        x = tl.reshape(pair, [BLOCK_GROUPS, GROUP])
+        low, high = _e2m1_values(byte, BITS)
+        x = tl.reshape(tl.join(low * scale, high * scale), [BLOCK_GROUPS, GROUP])
     else:
-        x = _e4m3_value(byte) * scale
+        x = _e4m3_value(byte, BITS) * scale
     # 3. the only rounding
-    x_ptrs = x_ptr + (group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    x_ptrs = x_ptr + (group.to(tl.int64) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     tl.store(x_ptrs, x.to(x_ptr.dtype.element_ty), mask=(group < num_groups)[:, None])
 
 
 @triton.jit
-def _normed(x_ptr, weight_ptr, column, stride_xd, stride_w, rstd):
+def _normed(x, rstd, weight_ptr, channel, stride_w):
     """Channels of a normalised row, rounded to bf16."""
-    x = tl.load(x_ptr + column * stride_xd).to(tl.float32)
-    weight = tl.load(weight_ptr + column * stride_w).to(tl.float32)
-    return (x * rstd * weight).to(tl.bfloat16).to(tl.float32)
+    weight = tl.load(weight_ptr + channel * stride_w).to(tl.float32)
+    return (x.to(tl.float32) * rstd * weight).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
-def turned_row(
+def normed_row(x_ptr, weight_ptr, stride_xd, stride_w, width, eps, CHANNELS: tl.constexpr):
+    """The normalised channels of a row, read once, and what they were multiplied with."""
+    # the sum is one-dimensional, so its order is that of the width alone
+    channel = tl.arange(0, CHANNELS).to(tl.int64)
+    x = tl.load(x_ptr + channel * stride_xd).to(tl.float32)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps)
+    return _normed(x, rstd, weight_ptr, channel, stride_w), rstd
+
+
+@triton.jit
+def turned_tail(
     x_ptr,
+    rstd,
     weight_ptr,
     table_ptr,
     position,
@@ -240,31 +284,25 @@ def turned_row(
     stride_w,
     stride_ts,
     stride_tr,
-    width,
-    eps,
     CHANNELS: tl.constexpr,
+    TAIL: tl.constexpr,
     ROTARY: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
-    """A row, a group to a line: which channels, normalised ones, and those with the last ROTARY rotated."""
-    # statistics: the sum is one-dimensional, so its order is that of the width alone
-    x = tl.load(x_ptr + tl.arange(0, CHANNELS).to(tl.int64) * stride_xd).to(tl.float32)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps)
-    # every channel and the other one of its pair
-    part = tl.arange(0, CHANNELS // GROUP)
-    channel = part[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    own = _normed(x_ptr, weight_ptr, channel.to(tl.int64), stride_xd, stride_w, rstd)
-    other = _normed(x_ptr, weight_ptr, (channel ^ 1).to(tl.int64), stride_xd, stride_w, rstd)
-    # a position outside the table gives NaN instead of a stray read
+    """The last TAIL channels of a row, normalised, and of these the last ROTARY rotated."""
+    # 1. every channel and the other one of its pair
+    channel = CHANNELS - TAIL + tl.arange(0, TAIL).to(tl.int64)
+    partner = channel ^ 1
+    own = _normed(tl.load(x_ptr + channel * stride_xd), rstd, weight_ptr, channel, stride_w)
+    other = _normed(tl.load(x_ptr + partner * stride_xd), rstd, weight_ptr, partner, stride_w)
+    # 2. a position outside the table gives NaN instead of a stray read
     is_turned = channel >= CHANNELS - ROTARY
     is_known = is_turned & (position >= 0) & (position < num_positions)
-    pair = ((channel - (CHANNELS - ROTARY)) // 2).to(tl.int64)
-    table_ptrs = table_ptr + position * stride_ts + pair * stride_tr
+    table_ptrs = table_ptr + position * stride_ts + (channel - (CHANNELS - ROTARY)) // 2 * stride_tr
     cos = tl.load(table_ptrs, mask=is_known, other=float("nan"))
     sin = tl.load(table_ptrs + (ROTARY // 2) * stride_tr, mask=is_known, other=float("nan"))
     other = tl.where(channel % 2 == 0, other, other * -1.0)
     rotated = difference_of_products(own, cos, other, sin).to(tl.bfloat16).to(tl.float32)
-    return channel, own, tl.where(is_turned, rotated, own)
+    return tl.where(is_turned, rotated, own)
 
 
 @triton.jit
@@ -294,6 +332,7 @@ def _norm_rope_store(
     eps,
     floor,
     CHANNELS: tl.constexpr,
+    TAIL: tl.constexpr,
     ROTARY: tl.constexpr,
     GROUP: tl.constexpr,
     MAX: tl.constexpr,
@@ -301,12 +340,24 @@ def _norm_rope_store(
     E4M3_SCALE: tl.constexpr,
     GROUP_BYTES: tl.constexpr,
     TAP: tl.constexpr,
+    BITS: tl.constexpr,
 ):
-    # 1. the row, normalised and rotated
+    PARTS: tl.constexpr = CHANNELS // GROUP
+    TURNED: tl.constexpr = TAIL // GROUP
+    # 1. where the record goes
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + row * stride_p).to(tl.int64)
-    channel, own, turned = turned_row(
-        x_ptr + row * stride_xt,
+    slot = tl.load(slots_ptr + row * stride_s).to(tl.int64)
+    is_stored = (slot >= 0) & (slot < num_entries)
+    page_at, slot = _place(slot, is_stored, page_slots, stride_page)
+    codes_at = cache_ptr + page_at + slot * code_step
+    scale_at = cache_ptr + page_at + scale_start + slot * scale_step
+    # 2. the row, normalised, and its tail, rotated
+    x_ptr += row * stride_xt
+    own, rstd = normed_row(x_ptr, weight_ptr, stride_xd, stride_w, width, eps, CHANNELS)
+    turned = turned_tail(
+        x_ptr,
+        rstd,
         weight_ptr,
         table_ptr,
         position,
@@ -315,31 +366,40 @@ def _norm_rope_store(
         stride_w,
         stride_ts,
         stride_tr,
-        width,
-        eps,
         CHANNELS,
+        TAIL,
         ROTARY,
-        GROUP,
     )
-    # 2. codes and scales
-    part = tl.arange(0, CHANNELS // GROUP)
-    slot = tl.load(slots_ptr + row * stride_s).to(tl.int64)
-    is_stored = (slot >= 0) & (slot < num_entries)
-    page_at, slot = _place(slot, is_stored, page_slots, stride_page)
-    codes_at = cache_ptr + page_at + slot * code_step + part * GROUP_BYTES
-    scale_at = cache_ptr + page_at + scale_start + slot * scale_step + part
-    all_stored = (part >= 0) & is_stored
-    stored = _store_groups(
-        turned, all_stored, codes_at, scale_at, floor, CHANNELS // GROUP, GROUP, MAX, PACKED, E4M3_SCALE
+    # 3. codes and scales, a group to a line: those before the tail, then those of the tail
+    part = tl.arange(0, PARTS)
+    groups = tl.reshape(own, [PARTS, GROUP])
+    mask = is_stored & (part < PARTS - TURNED)
+    code_ptrs = codes_at + part * GROUP_BYTES
+    stored = _store_groups(groups, mask, code_ptrs, scale_at + part, floor, PARTS, GROUP, MAX, PACKED, E4M3_SCALE, BITS)
+    part = PARTS - TURNED + tl.arange(0, TURNED)
+    groups = tl.reshape(turned, [TURNED, GROUP])
+    mask = is_stored & (part >= 0)
+    code_ptrs = codes_at + part * GROUP_BYTES
+    stored_tail = _store_groups(
+        groups, mask, code_ptrs, scale_at + part, floor, TURNED, GROUP, MAX, PACKED, E4M3_SCALE, BITS
     )
-    # 3. the row on its way
-    tap_ptrs = tap_ptr + row * CHANNELS + channel
+    # 4. the row on its way
     if TAP == "norm":
-        tl.store(tap_ptrs, own.to(tl.bfloat16))
+        _store_tap(tap_ptr + row * CHANNELS, own, own, CHANNELS, 0)
     elif TAP == "rope":
-        tl.store(tap_ptrs, turned.to(tl.bfloat16))
+        _store_tap(tap_ptr + row * CHANNELS, own, turned, CHANNELS, TAIL)
     elif TAP == "cast_back":
-        tl.store(tap_ptrs, stored.to(tl.bfloat16))
+        tail = tl.reshape(stored_tail, [TAIL])
+        _store_tap(tap_ptr + row * CHANNELS, tl.reshape(stored, [CHANNELS]), tail, CHANNELS, TAIL)
+
+
+@triton.jit
+def _store_tap(tap_ptr, row, tail, CHANNELS: tl.constexpr, TAIL: tl.constexpr):
+    """Write a row to bf16, its last TAIL channels from `tail`."""
+    channel = tl.arange(0, CHANNELS)
+    tl.store(tap_ptr + channel, row.to(tl.bfloat16), mask=channel < CHANNELS - TAIL)
+    if TAIL:
+        tl.store(tap_ptr + CHANNELS - TAIL + tl.arange(0, TAIL), tail.to(tl.bfloat16))
 
 
 def store_records(
@@ -353,7 +413,7 @@ def store_records(
     if not x_td.numel() or not cache_pow_.numel():
         return cache_pow_
     require_runnable("x_td", x_td)
-    launch, row_groups = record_launch(record.group), record.channels // record.group
+    launch, row_groups = record_launch(record.group, arch_of(x_td.device)), record.channels // record.group
     num_groups = x_td.shape[0] * row_groups
     _store_records[(triton.cdiv(num_groups, launch.groups),)](
         x_td,
@@ -374,6 +434,7 @@ def store_records(
         PACKED=record.packed,
         E4M3_SCALE=record.e4m3_scale,
         GROUP_BYTES=record.data_bytes // row_groups,
+        BITS=launch.e4m3_bits,
         num_warps=launch.num_warps,
     )
     return cache_pow_
@@ -400,7 +461,7 @@ def load_records(
     if not cache_pow.numel():
         return x_td.zero_()
     require_runnable("cache_pow", cache_pow)
-    launch, row_groups = record_launch(record.group), record.channels // record.group
+    launch, row_groups = record_launch(record.group, arch_of(cache_pow.device)), record.channels // record.group
     num_groups = slots_t.shape[0] * row_groups
     _load_records[(triton.cdiv(num_groups, launch.groups),)](
         cache_pow,
@@ -418,6 +479,7 @@ def load_records(
         PACKED=record.packed,
         E4M3_SCALE=record.e4m3_scale,
         GROUP_BYTES=record.data_bytes // row_groups,
+        BITS=launch.e4m3_bits,
         num_warps=launch.num_warps,
     )
     return x_td
@@ -445,6 +507,7 @@ def norm_rope_store(
     if not t:
         return cache_pow_, tap_td
     require_runnable("x_td", x_td)
+    launch = fused_launch(arch_of(x_td.device))
     _norm_rope_store[(t,)](
         x_td,
         weight_d,
@@ -467,6 +530,7 @@ def norm_rope_store(
         eps,
         record.amax_floor,
         CHANNELS=d,
+        TAIL=triton.next_power_of_2(max(table_sr.shape[1], record.group)),
         ROTARY=table_sr.shape[1],
         GROUP=record.group,
         MAX=record.max_value,
@@ -474,6 +538,7 @@ def norm_rope_store(
         E4M3_SCALE=record.e4m3_scale,
         GROUP_BYTES=record.data_bytes * record.group // d,
         TAP=tap,
-        num_warps=FusedLaunch().num_warps,
+        BITS=launch.e4m3_bits,
+        num_warps=launch.num_warps,
     )
     return cache_pow_, tap_td

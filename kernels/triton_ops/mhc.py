@@ -2,13 +2,14 @@
 
 The projection runs over [tokens x channels] tiles of one stream after the other. fp32 weights are cut into three bf16
 parts, so that every product of a tensor core is exact; a tile's sums start at zero and are then added in fp32, which
-keeps the truncation of long accumulations out. How the channels are split depends on the width alone, and the partial
-sums are added in ascending order. Coefficients of a token live in separate registers of one thread: there is no
-reduction whose order a layout could change.
+keeps the truncation of long accumulations out. How the channels are split depends on the width alone, the partial sums
+are added in ascending order, and squares in pairs, whatever the layout. Coefficients of a token live in separate
+registers of one thread: there is no reduction whose order a layout could change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,17 +18,20 @@ import triton.language as tl
 
 from . import require_runnable
 from .quant import output_buffer
+from .split_softmax import arch_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class MhcLaunch:
-    """Tiles of the projection: `splits` runs of `span` channels fix the order of summation."""
+    """Tiles of the projection: each of `splits` takes `blocks` of 64 channels, which fixes the order of summation.
 
-    span: int
+    How many tokens a program takes changes no result. `options` are those of the compiler.
+    """
+
     splits: int
-    tokens: int = 32
-    channels: int = 64
-    num_warps: int = 4
+    blocks: int
+    tokens: int
+    options: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +44,21 @@ class Gates:
     post_scale: float
 
 
-def mhc_launch(width: int) -> MhcLaunch:
-    """Sixteen splits of the channels of a stream, fewer on narrow streams, whatever the number of tokens."""
-    span = triton.cdiv(triton.cdiv(width, 16), 64) * 64
-    return MhcLaunch(span=span, splits=triton.cdiv(width, span))
+def mhc_launch(tokens: int, width: int, arch: str) -> MhcLaunch:
+    """Up to sixteen splits of the channels of a stream, whatever the number of tokens."""
+    blocks = triton.cdiv(width, CHANNELS)
+    each = triton.cdiv(blocks, 16)
+    splits = triton.cdiv(blocks, each)
+    if tokens <= 64 or arch == "ascend950":  # a larger tile does not fit its unified buffer
+        return MhcLaunch(splits=splits, blocks=each, tokens=64, options={"num_warps": 4})
+    if arch == "sm100":
+        return MhcLaunch(splits=splits, blocks=each, tokens=128, options={"num_warps": 8})
+    # weights are read once for 256 tokens, and with 128 registers a thread two programs share a core
+    return MhcLaunch(splits=splits, blocks=each, tokens=256, options={"num_warps": 8, "maxnreg": 128})
 
 
+CHANNELS = 64  # of one step of the projection: sixteen sums of four squares a row are left for the end
 COLUMNS = 1024  # channels that a program of the elementwise kernels takes; it changes no result
-SATURATED = tl.constexpr(3.3895313892515355e38)  # the largest bf16 number
 TOKENS = 32  # tokens whose coefficients one program computes, one a thread; it changes no result
 
 
@@ -106,142 +117,15 @@ def _apply(
 
 
 @triton.jit
-def _updated(y, r0, r1, r2, r3, post, c0, c1, c2, c3):
-    # the product with y first, then the streams in order; fused by name, so that every kernel gives the same bits
-    return tl.fma(c3, r3, tl.fma(c2, r2, tl.fma(c1, r1, tl.fma(c0, r0, post * y)))).to(tl.bfloat16)
-
-
-@triton.jit
-def _post(
-    stream_ptr,
-    y_ptr,
-    post_ptr,
-    comb_ptr,
-    out_ptr,
-    width,
-    stride_st,
-    stride_sn,
-    stride_sm,
-    stride_yt,
-    stride_ym,
-    stride_pt,
-    stride_pn,
-    stride_ct,
-    stride_ci,
-    stride_co,
-    COLUMNS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
-    mask = column < width
-    y = tl.load(y_ptr + token * stride_yt + column * stride_ym, mask=mask, other=0.0).to(tl.float32)
-    r0 = _stream(stream_ptr, token, 0, column, width, stride_st, stride_sn, stride_sm)
-    r1 = _stream(stream_ptr, token, 1, column, width, stride_st, stride_sn, stride_sm)
-    r2 = _stream(stream_ptr, token, 2, column, width, stride_st, stride_sn, stride_sm)
-    r3 = _stream(stream_ptr, token, 3, column, width, stride_st, stride_sn, stride_sm)
-    for o in tl.static_range(4):
-        post = tl.load(post_ptr + token * stride_pt + o * stride_pn)
-        comb = comb_ptr + token * stride_ct + o * stride_co
-        c0 = tl.load(comb)
-        c1 = tl.load(comb + stride_ci)
-        c2 = tl.load(comb + 2 * stride_ci)
-        c3 = tl.load(comb + 3 * stride_ci)
-        updated = _updated(y, r0, r1, r2, r3, post, c0, c1, c2, c3)
-        tl.store(out_ptr + (token * 4 + o) * width + column, updated, mask=mask)
-
-
-@triton.jit
-def _three_parts(x):
-    # 24 significant bits in three bf16 numbers: both differences are exact
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def _add_product(sums, tile, fn_ptr, first, column, width, weights, stride_fw, stride_fx, BLOCK_W: tl.constexpr):
-    """Add the product of a bf16 tile [tokens, channels] with the weights of its stream, which start at `first`."""
-    w = tl.arange(0, BLOCK_W).to(tl.int64)
-    at = fn_ptr + (first + column[:, None]) * stride_fx + w[None, :] * stride_fw
-    weight = tl.load(at, mask=(column[:, None] < width) & (w[None, :] < weights), other=0.0)
-    high, middle, low = _three_parts(weight)
-    product = tl.dot(tile, low)
-    product = tl.dot(tile, middle, product)
-    product = tl.dot(tile, high, product)
-    return sums + product
-
-
-@triton.jit
-def _store_partials(partial_ptr, sums, squares, token, tokens, weights, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Rows of one split, tokens side by side: the products, then the square sum."""
-    # the sum over channels as a product with ones, into the column behind the weights: its order is the hardware's,
-    # not the layout's. An infinity has no three parts: it stands as the largest bf16 number
-    w = tl.arange(0, BLOCK_W).to(tl.int64)
-    ones = tl.where(w[None, :] == weights, 1.0, tl.zeros([BLOCK_M, BLOCK_W], tl.float32)).to(tl.bfloat16)
-    high, middle, low = _three_parts(tl.minimum(squares, SATURATED))
-    total = tl.dot(low, ones)
-    total = tl.dot(middle, ones, total)
-    total = tl.dot(high, ones, total)
-    at = partial_ptr + (tl.program_id(1).to(tl.int64) * (weights + 1) + w[None, :]) * tokens + token[:, None]
-    tl.store(at, sums + total, mask=(token[:, None] < tokens) & (w[None, :] <= weights))
-
-
-@triton.jit
-def _project(
-    stream_ptr,
-    fn_ptr,
-    partial_ptr,
-    tokens,
-    width,
-    span,
-    weights,
-    stride_st,
-    stride_sn,
-    stride_sm,
-    stride_fw,
-    stride_fx,
-    BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
-    start = tl.program_id(1) * span
-    sums = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-    for step in range(0, 4 * span // BLOCK_M):
-        # the four streams of a block of channels, one after the other
-        n = step % 4
-        column = start + step // 4 * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        mask = (token[:, None] < tokens) & (column[None, :] < width)
-        at = stream_ptr + token[:, None] * stride_st + n * stride_sn + column[None, :] * stride_sm
-        tile = tl.load(at, mask=mask, other=0.0)
-        wide = tile.to(tl.float32)
-        squares += wide * wide
-        sums = _add_product(sums, tile, fn_ptr, n * width, column, width, weights, stride_fw, stride_fx, BLOCK_W)
-    _store_partials(partial_ptr, sums, squares, token, tokens, weights, BLOCK_M, BLOCK_W)
-
-
-@triton.jit
-def _coefficient(ptr, token, mask, stride_t, offset):
-    return tl.load(ptr + token * stride_t + offset, mask=mask, other=0.0)[:, None]
-
-
-@triton.jit
-def _update_and_project(
+def _update(
     stream_ptr,
     y_ptr,
     pre_ptr,
     post_ptr,
     comb_ptr,
-    fn_ptr,
     out_ptr,
     x_ptr,
-    partial_ptr,
-    tokens,
     width,
-    span,
-    weights,
     stride_st,
     stride_sn,
     stride_sm,
@@ -254,48 +138,108 @@ def _update_and_project(
     stride_ct,
     stride_ci,
     stride_co,
-    stride_fw,
-    stride_fx,
     READ: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # 1. the old streams and the output of the sub-layer
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
+    mask = column < width
+    y = tl.load(y_ptr + token * stride_yt + column * stride_ym, mask=mask, other=0.0).to(tl.float32)
+    r0 = _stream(stream_ptr, token, 0, column, width, stride_st, stride_sn, stride_sm)
+    r1 = _stream(stream_ptr, token, 1, column, width, stride_st, stride_sn, stride_sm)
+    r2 = _stream(stream_ptr, token, 2, column, width, stride_st, stride_sn, stride_sm)
+    r3 = _stream(stream_ptr, token, 3, column, width, stride_st, stride_sn, stride_sm)
+    read = tl.zeros([COLUMNS], tl.float32)
+    for o in tl.static_range(4):
+        # 2. the product with y first, then the streams in order; fused by name, so that bits are the same everywhere
+        comb = comb_ptr + token * stride_ct + o * stride_co
+        new = tl.load(post_ptr + token * stride_pt + o * stride_pn) * y
+        new = tl.fma(tl.load(comb), r0, new)
+        new = tl.fma(tl.load(comb + stride_ci), r1, new)
+        new = tl.fma(tl.load(comb + 2 * stride_ci), r2, new)
+        new = tl.fma(tl.load(comb + 3 * stride_ci), r3, new).to(tl.bfloat16)
+        tl.store(out_ptr + (token * 4 + o) * width + column, new, mask=mask)
+        if READ:
+            # 3. what the next sub-layer reads, of the rounded streams
+            pre = tl.load(pre_ptr + token * stride_rt + o * stride_rn)
+            read = tl.fma(pre, new.to(tl.float32), read)
+    if READ:
+        tl.store(x_ptr + token * width + column, read.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _split_weights(fn_ptr, parts_ptr, count, stride_fw, stride_fx, BLOCK: tl.constexpr):
+    """Three bf16 parts of every weight, [part, weight, channel]: the low ones first, the high ones last."""
+    w = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    mask = at < count
+    weight = tl.load(fn_ptr + w * stride_fw + at * stride_fx, mask=mask, other=0.0)
+    # 24 significant bits in three bf16 numbers: both differences are exact
+    high = weight.to(tl.bfloat16)
+    rest = weight - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    plane = tl.num_programs(1).to(tl.int64) * count
+    part_ptrs = parts_ptr + w * count + at
+    tl.store(part_ptrs, (rest - middle.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    tl.store(part_ptrs + plane, middle, mask=mask)
+    tl.store(part_ptrs + 2 * plane, high, mask=mask)
+
+
+@triton.jit
+def _pairs(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Neighbours added: an order that no layout changes."""
+    return tl.sum(tl.reshape(x, [ROWS, COLUMNS // 2, 2]), axis=2)
+
+
+@triton.jit
+def _project(
+    stream_ptr,
+    parts_ptr,
+    partial_ptr,
+    tokens,
+    width,
+    blocks,
+    stride_st,
+    stride_sn,
+    stride_sm,
+    WEIGHTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+    # 1. all splits of some tokens are neighbours, and so are their channels
+    split = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     live = token < tokens
-    start = tl.program_id(1) * span
-    sums = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-    for step in range(0, span, BLOCK_M):
-        # 1. the old streams and the output of the sub-layer
-        column = start + step + tl.arange(0, BLOCK_M).to(tl.int64)
-        mask = live[:, None] & (column[None, :] < width)
-        y = tl.load(y_ptr + token[:, None] * stride_yt + column[None, :] * stride_ym, mask=mask, other=0.0)
-        y = y.to(tl.float32)
-        at = stream_ptr + token[:, None] * stride_st + column[None, :] * stride_sm
-        r0 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        r1 = tl.load(at + stride_sn, mask=mask, other=0.0).to(tl.float32)
-        r2 = tl.load(at + 2 * stride_sn, mask=mask, other=0.0).to(tl.float32)
-        r3 = tl.load(at + 3 * stride_sn, mask=mask, other=0.0).to(tl.float32)
-        read = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        for o in range(4):
-            # 2. a new stream, rounded; everything after reads the rounded value
-            post = _coefficient(post_ptr, token, live, stride_pt, o * stride_pn)
-            c0 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co)
-            c1 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co + stride_ci)
-            c2 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co + 2 * stride_ci)
-            c3 = _coefficient(comb_ptr, token, live, stride_ct, o * stride_co + 3 * stride_ci)
-            tile = _updated(y, r0, r1, r2, r3, post, c0, c1, c2, c3)
-            tl.store(out_ptr + (token[:, None] * 4 + o) * width + column[None, :], tile, mask=mask)
-            # 3. its share of what the next sub-layer reads, and of the projection
-            wide = tile.to(tl.float32)
-            if READ:
-                read = tl.fma(_coefficient(pre_ptr, token, live, stride_rt, o * stride_rn), wide, read)
-            squares += wide * wide
-            sums = _add_product(sums, tile, fn_ptr, o * width, column, width, weights, stride_fw, stride_fx, BLOCK_W)
-        if READ:
-            tl.store(x_ptr + token[:, None] * width + column[None, :], read.to(tl.bfloat16), mask=mask)
-    _store_partials(partial_ptr, sums, squares, token, tokens, weights, BLOCK_M, BLOCK_W)
+    item = tl.arange(0, BLOCK_M)
+    w = tl.arange(0, 32)
+    stream_ptrs = stream_ptr + token[:, None] * stride_st + item.to(tl.int64)[None, :] * stride_sm
+    part_ptrs = parts_ptr + w.to(tl.int64)[None, :] * (4 * width) + item[:, None]
+    plane = WEIGHTS * 4 * width
+    sums = tl.zeros([BLOCK_T, 32], tl.float32)
+    squares = tl.zeros([BLOCK_T, BLOCK_M // 4], tl.float32)
+    for step in range(0, 4 * blocks):
+        # 2. the four streams of a block of channels, one after the other
+        n, column = step % 4, (step // 4 * SPLITS + split).to(tl.int64) * BLOCK_M
+        in_width = column + item < width
+        at = stream_ptrs + n * stride_sn + column * stride_sm
+        tile = tl.load(at, mask=live[:, None] & in_width[None, :], other=0.0)
+        wide = tile.to(tl.float32)
+        squares += _pairs(_pairs(wide * wide, BLOCK_T, BLOCK_M), BLOCK_T, BLOCK_M // 2)
+        # 3. the low, middle and high parts of the weights: sums start at zero in the matrix unit and are added outside
+        at = part_ptrs + n * width + column
+        mask = in_width[:, None] & (w[None, :] < WEIGHTS)
+        product = tl.dot(tile, tl.load(at, mask=mask, other=0.0))
+        product = tl.dot(tile, tl.load(at + plane, mask=mask, other=0.0), product)
+        product = tl.dot(tile, tl.load(at + 2 * plane, mask=mask, other=0.0), product)
+        sums += product
+    # 4. rows of one split, tokens side by side: the products, then the square sum
+    first = partial_ptr + split.to(tl.int64) * (WEIGHTS + 1) * tokens + token
+    tl.store(first[:, None] + w[None, :] * tokens, sums, mask=live[:, None] & (w[None, :] < WEIGHTS))
+    squares = _pairs(_pairs(squares, BLOCK_T, BLOCK_M // 4), BLOCK_T, BLOCK_M // 8)
+    squares = _pairs(_pairs(squares, BLOCK_T, BLOCK_M // 16), BLOCK_T, BLOCK_M // 32)
+    tl.store(first + WEIGHTS * tokens, tl.reshape(squares, [BLOCK_T]), mask=live)
 
 
 @triton.jit
@@ -317,11 +261,17 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _shares(a, b, c, d, eps):
+    """Four numbers divided by their sum plus eps: one reciprocal, four products."""
+    part = 1.0 / (((a + b) + (c + d)) + eps)
+    return a * part, b * part, c * part, d * part
+
+
+@triton.jit
 def _softmax_row(a, b, c, d, eps):
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
-    total = (a + b) + (c + d)
-    return a / total + eps, b / total + eps, c / total + eps, d / total + eps
+    a, b, c, d = _shares(tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top), 0.0)
+    return a + eps, b + eps, c + eps, d + eps
 
 
 @triton.jit
@@ -333,31 +283,19 @@ def _sinkhorn(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, co
     c0, c1, c2, c3 = _softmax_row(c0, c1, c2, c3, eps)
     d0, d1, d2, d3 = _softmax_row(d0, d1, d2, d3, eps)
     # 2. columns, then rows and columns in turn
-    total = ((a0 + b0) + (c0 + d0)) + eps
-    a0, b0, c0, d0 = a0 / total, b0 / total, c0 / total, d0 / total
-    total = ((a1 + b1) + (c1 + d1)) + eps
-    a1, b1, c1, d1 = a1 / total, b1 / total, c1 / total, d1 / total
-    total = ((a2 + b2) + (c2 + d2)) + eps
-    a2, b2, c2, d2 = a2 / total, b2 / total, c2 / total, d2 / total
-    total = ((a3 + b3) + (c3 + d3)) + eps
-    a3, b3, c3, d3 = a3 / total, b3 / total, c3 / total, d3 / total
+    a0, b0, c0, d0 = _shares(a0, b0, c0, d0, eps)
+    a1, b1, c1, d1 = _shares(a1, b1, c1, d1, eps)
+    a2, b2, c2, d2 = _shares(a2, b2, c2, d2, eps)
+    a3, b3, c3, d3 = _shares(a3, b3, c3, d3, eps)
     for _ in range(1, iters):
-        total = ((a0 + a1) + (a2 + a3)) + eps
-        a0, a1, a2, a3 = a0 / total, a1 / total, a2 / total, a3 / total
-        total = ((b0 + b1) + (b2 + b3)) + eps
-        b0, b1, b2, b3 = b0 / total, b1 / total, b2 / total, b3 / total
-        total = ((c0 + c1) + (c2 + c3)) + eps
-        c0, c1, c2, c3 = c0 / total, c1 / total, c2 / total, c3 / total
-        total = ((d0 + d1) + (d2 + d3)) + eps
-        d0, d1, d2, d3 = d0 / total, d1 / total, d2 / total, d3 / total
-        total = ((a0 + b0) + (c0 + d0)) + eps
-        a0, b0, c0, d0 = a0 / total, b0 / total, c0 / total, d0 / total
-        total = ((a1 + b1) + (c1 + d1)) + eps
-        a1, b1, c1, d1 = a1 / total, b1 / total, c1 / total, d1 / total
-        total = ((a2 + b2) + (c2 + d2)) + eps
-        a2, b2, c2, d2 = a2 / total, b2 / total, c2 / total, d2 / total
-        total = ((a3 + b3) + (c3 + d3)) + eps
-        a3, b3, c3, d3 = a3 / total, b3 / total, c3 / total, d3 / total
+        a0, a1, a2, a3 = _shares(a0, a1, a2, a3, eps)
+        b0, b1, b2, b3 = _shares(b0, b1, b2, b3, eps)
+        c0, c1, c2, c3 = _shares(c0, c1, c2, c3, eps)
+        d0, d1, d2, d3 = _shares(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _shares(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _shares(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _shares(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _shares(a3, b3, c3, d3, eps)
     # 3. sixteen numbers a token, one after the other
     at = comb_ptr + token * 16
     _store_row(at, a0, a1, a2, a3, live)
@@ -429,7 +367,6 @@ def _finish(
     live = token < tokens
     row = 4 if HEAD else 24
     squares = tl.load(total_ptr + row * tokens + token, mask=live, other=0.0)
-    squares = tl.where(squares < SATURATED, squares, float("inf"))
     rstd = 1.0 / tl.sqrt_rn(squares / count + norm_eps)
     # 2. how to read
     scale = tl.load(scale_ptr)
@@ -531,20 +468,7 @@ def mhc_post(
     if not new_tnm.numel():
         return new_tnm
     require_runnable("stream_tnm", stream_tnm)
-    _post[(t, triton.cdiv(m, COLUMNS))](
-        stream_tnm,
-        y_tm,
-        post_tn,
-        comb_tnn,
-        new_tnm,
-        m,
-        *stream_tnm.stride(),
-        *y_tm.stride(),
-        *post_tn.stride(),
-        *comb_tnn.stride(),
-        COLUMNS=COLUMNS,
-        num_warps=4,
-    )
+    _updated(stream_tnm, y_tm, None, post_tn, comb_tnn, new_tnm, None)
     return new_tnm
 
 
@@ -585,7 +509,7 @@ def mhc_mixes(
     if not stream_tnm.numel():
         return results
     require_runnable("stream_tnm", stream_tnm)
-    partial = _partials(stream_tnm, fn_wx, mhc_launch(m))
+    partial = _partials(stream_tnm, fn_wx)
     _gate(partial, scale_z, base_w, results, m, gates)
     return results
 
@@ -630,7 +554,7 @@ def mhc_head_weights(
     if not stream_tnm.numel():
         return pre_tn
     require_runnable("stream_tnm", stream_tnm)
-    partial = _partials(stream_tnm, fn_nx, mhc_launch(m))
+    partial = _partials(stream_tnm, fn_nx)
     _gate(partial, scale_z, base_n, (pre_tn, pre_tn, pre_tn), m, gates)
     return pre_tn
 
@@ -647,7 +571,7 @@ def mhc_boundary(
     gates: Gates,
     out: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Update, projection and, where `pre_tn` is given, the read of the next sub-layer in one pass; else a pass more.
+    """Update and, where `pre_tn` is given, the read of the next sub-layer in one pass, else in the last; projection.
 
     Raises:
         ValueError, TypeError: an `out` buffer does not fit.
@@ -661,40 +585,44 @@ def mhc_boundary(
     if not stream_tnm.numel():
         return (new_tnm, x_tm, *results)
     require_runnable("stream_tnm", stream_tnm)
-    launch = mhc_launch(m)
-    weights = fn_wx.shape[0]
-    partial = torch.empty((launch.splits, weights + 1, t), dtype=torch.float32, device=stream_tnm.device)
+    _updated(stream_tnm, y_tm, pre_tn, post_tn, comb_tnn, new_tnm, x_tm)
+    partial = _partials(new_tnm, fn_wx)
+    _gate(partial, scale_z, base_w, results, m, gates)
+    if pre_tn is None:
+        mhc_read(results[0], new_tnm, out=x_tm)
+    return (new_tnm, x_tm, *results)
+
+
+def _updated(
+    stream_tnm: torch.Tensor,
+    y_tm: torch.Tensor,
+    pre_tn: torch.Tensor | None,
+    post_tn: torch.Tensor,
+    comb_tnn: torch.Tensor,
+    new_tnm: torch.Tensor,
+    x_tm: torch.Tensor | None,
+) -> None:
+    """Write the new streams and, where `pre_tn` is given, what it reads of them."""
+    t, _, m = stream_tnm.shape
     read_tn = post_tn if pre_tn is None else pre_tn
-    _update_and_project[(triton.cdiv(t, launch.tokens), launch.splits)](
+    _update[(t, triton.cdiv(m, COLUMNS))](
         stream_tnm,
         y_tm,
         read_tn,
         post_tn,
         comb_tnn,
-        fn_wx,
         new_tnm,
-        x_tm,
-        partial,
-        t,
+        new_tnm if x_tm is None else x_tm,
         m,
-        launch.span,
-        weights,
         *stream_tnm.stride(),
         *y_tm.stride(),
         *read_tn.stride(),
         *post_tn.stride(),
         *comb_tnn.stride(),
-        *fn_wx.stride(),
         READ=pre_tn is not None,
-        BLOCK_T=launch.tokens,
-        BLOCK_M=launch.channels,
-        BLOCK_W=_weight_tile(weights),
-        num_warps=2 * launch.num_warps,  # five wide tiles are alive beside those of the projection
+        COLUMNS=COLUMNS,
+        num_warps=4,
     )
-    _gate(partial, scale_z, base_w, results, m, gates)
-    if pre_tn is None:
-        mhc_read(results[0], new_tnm, out=x_tm)
-    return (new_tnm, x_tm, *results)
 
 
 def _coefficient_buffers(
@@ -709,29 +637,28 @@ def _coefficient_buffers(
     )
 
 
-def _weight_tile(weights: int) -> int:
-    return max(16, triton.next_power_of_2(weights + 1))
-
-
-def _partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor, launch: MhcLaunch) -> torch.Tensor:
+def _partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor) -> torch.Tensor:
     """Products and square sum of every split: [split, weight, token], the square sum last."""
-    t, _, m = stream_tnm.shape
-    weights = fn_wx.shape[0]
+    (t, _, m), (weights, count) = stream_tnm.shape, fn_wx.shape
+    launch = mhc_launch(t, m, arch_of(stream_tnm.device))
+    parts = torch.empty((3, weights, count), dtype=torch.bfloat16, device=fn_wx.device)
+    grid = (triton.cdiv(count, COLUMNS), weights)
+    _split_weights[grid](fn_wx, parts, count, *fn_wx.stride(), BLOCK=COLUMNS, num_warps=4)
     partial = torch.empty((launch.splits, weights + 1, t), dtype=torch.float32, device=stream_tnm.device)
-    _project[(triton.cdiv(t, launch.tokens), launch.splits)](
+    _project[(launch.splits, triton.cdiv(t, launch.tokens))](
         stream_tnm,
-        fn_wx,
+        parts,
         partial,
         t,
         m,
-        launch.span,
-        weights,
+        launch.blocks,
         *stream_tnm.stride(),
-        *fn_wx.stride(),
+        WEIGHTS=weights,
+        SPLITS=launch.splits,
         BLOCK_T=launch.tokens,
-        BLOCK_M=launch.channels,
-        BLOCK_W=_weight_tile(weights),
-        num_warps=launch.num_warps,
+        BLOCK_M=CHANNELS,
+        num_stages=3,
+        **launch.options,
     )
     return partial
 

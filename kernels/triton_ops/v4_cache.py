@@ -11,32 +11,10 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .kv_cache import FusedLaunch, _e4m3_byte, _e4m3_value, _place, _scale_byte, turned_row
-from .quant import ue8m0_value
+from .kv_cache import _e4m3_byte, _e4m3_value, _place, _scale_byte, _store_tap, fused_launch, normed_row, turned_tail
+from .quant import quotient, ue8m0_value
+from .split_softmax import arch_of
 from .wide_records import E4M3_MAX, WideRecord, wide_views
-
-
-@triton.jit
-def _store_rows(
-    x,
-    part,
-    is_stored,
-    codes_at,
-    scale_at,
-    tail_at,
-    floor,
-    LINE: tl.constexpr,
-):
-    """Write groups [rows, LINE] of which part 7 is the tail; returns what they stand for, in fp32."""
-    is_tail = part == 7
-    byte = tl.where(is_tail, 0, _scale_byte(tl.max(tl.abs(x), axis=1), floor, E4M3_MAX, False))
-    tl.store(scale_at, byte.to(tl.uint8), mask=is_stored)
-    scale = ue8m0_value(byte)[:, None]
-    codes = _e4m3_byte(tl.div_rn(x, tl.broadcast_to(scale, x.shape)))
-    column = tl.arange(0, LINE)[None, :]
-    tl.store(codes_at[:, None] + column, codes.to(tl.uint8), mask=(is_stored & (part < 7))[:, None])
-    tl.store(tail_at[:, None] + column, x.to(tl.bfloat16), mask=(is_stored & is_tail)[:, None])
-    return tl.where(is_tail[:, None], x, _e4m3_value(codes) * scale)
 
 
 @triton.jit
@@ -69,12 +47,21 @@ def _norm_rope_store_v4(
     CHANNELS: tl.constexpr,
     LINE: tl.constexpr,
     TAP: tl.constexpr,
+    BITS: tl.constexpr,
 ):
-    # 1. the row, normalised and rotated
+    # 1. where the record goes
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + row * stride_p).to(tl.int64)
-    channel, own, turned = turned_row(
-        x_ptr + row * stride_xt,
+    slot = tl.load(slots_ptr + row * stride_s).to(tl.int64)
+    is_stored = (slot >= 0) & (slot < num_entries)
+    page_at, slot = _place(slot, is_stored, page_slots, stride_page)
+    record = page_at + slot * code_step
+    # 2. the row, normalised, and its tail, rotated
+    x_ptr += row * stride_xt
+    own, rstd = normed_row(x_ptr, weight_ptr, stride_xd, stride_w, CHANNELS, eps, CHANNELS)
+    turned = turned_tail(
+        x_ptr,
+        rstd,
         weight_ptr,
         table_ptr,
         position,
@@ -84,29 +71,33 @@ def _norm_rope_store_v4(
         stride_ts,
         stride_tr,
         CHANNELS,
-        eps,
-        CHANNELS,
         LINE,
         LINE,
     )
-    # 2. codes, scales, tail
+    # 3. codes and scales of seven lines, the zero byte behind them
     part = tl.arange(0, CHANNELS // LINE)
-    slot = tl.load(slots_ptr + row * stride_s).to(tl.int64)
-    is_stored = (slot >= 0) & (slot < num_entries)
-    page_at, slot = _place(slot, is_stored, page_slots, stride_page)
-    record = page_at + slot * code_step
-    codes_at = cache_ptr + record + part * LINE
-    scale_at = cache_ptr + page_at + scale_start + slot * scale_step + part
-    tail_at = tail_ptr + (record + tail_start) // 2 + (part - 7) * LINE  # only part 7 is written
-    stored = _store_rows(turned, part, (part >= 0) & is_stored, codes_at, scale_at, tail_at, floor, LINE)
-    # 3. the row on its way
-    tap_ptrs = tap_ptr + row * CHANNELS + channel
+    groups = tl.reshape(own, [CHANNELS // LINE, LINE])
+    is_coded = part < CHANNELS // LINE - 1
+    byte = tl.where(is_coded, _scale_byte(tl.max(tl.abs(groups), axis=1), floor, E4M3_MAX, False, BITS), 0)
+    mask = is_stored & (part >= 0)
+    tl.store(cache_ptr + page_at + scale_start + slot * scale_step + part, byte.to(tl.uint8), mask=mask)
+    scale = ue8m0_value(byte)[:, None]
+    codes = _e4m3_byte(quotient(groups, scale, "ue8m0"), BITS)
+    code_ptrs = cache_ptr + record + part[:, None] * LINE + tl.arange(0, LINE)[None, :]
+    tl.store(code_ptrs, codes.to(tl.uint8), mask=(is_stored & is_coded)[:, None])
+    # 4. the tail as it is
+    channel = tl.arange(0, LINE)
+    tail_ptrs = tail_ptr + (record + tail_start) // 2 + channel
+    tl.store(tail_ptrs, turned.to(tl.bfloat16), mask=is_stored & (channel >= 0))
+    # 5. the row on its way
+    tap_ptr += row * CHANNELS
     if TAP == "norm":
-        tl.store(tap_ptrs, own.to(tl.bfloat16))
+        _store_tap(tap_ptr, own, own, CHANNELS, 0)
     elif TAP == "rope":
-        tl.store(tap_ptrs, turned.to(tl.bfloat16))
+        _store_tap(tap_ptr, own, turned, CHANNELS, LINE)
     elif TAP == "cast_back":
-        tl.store(tap_ptrs, stored.to(tl.bfloat16))
+        stored = tl.reshape(_e4m3_value(codes, BITS) * scale, [CHANNELS])
+        _store_tap(tap_ptr, stored, turned, CHANNELS, LINE)
 
 
 def norm_rope_store_v4(
@@ -135,6 +126,7 @@ def norm_rope_store_v4(
         return cache_pow_, tap_td
     byte_pw, _, tail_pw = wide_views("cache_pow_", cache_pow_, align=record.align)
     require_runnable("x_td", x_td)
+    launch = fused_launch(arch_of(x_td.device))
     _norm_rope_store_v4[(t,)](
         x_td,
         weight_d,
@@ -159,6 +151,7 @@ def norm_rope_store_v4(
         CHANNELS=d,
         LINE=record.group,
         TAP=tap,
-        num_warps=FusedLaunch().num_warps,
+        BITS=launch.e4m3_bits,
+        num_warps=launch.num_warps,
     )
     return cache_pow_, tap_td

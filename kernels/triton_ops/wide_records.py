@@ -1,7 +1,7 @@
 """Records with fp32 scales or a bf16 tail (V3.2: 656 and 132 bytes, V4: 584): quantise and store, load and dequantise.
 
-Codes are made and read as integers, fp32 scales and tails through views of the same bytes, so pages have to begin at
-multiples of four bytes, or of two if scales are bytes. Nothing is summed: what is stored does not depend on the batch,
+fp32 scales and tails are written and read through views of the same bytes, so pages have to begin at multiples of four
+bytes, or of two if scales are bytes. Nothing is summed: what is stored does not depend on the batch,
 the launch or the device.
 """
 
@@ -16,6 +16,7 @@ import triton.language as tl
 from . import require_runnable
 from .kv_cache import _e4m3_byte, _e4m3_value, _place, _scale_byte
 from .quant import output_buffer, store_scale, ue8m0_value
+from .split_softmax import arch_of
 
 E4M3_MAX = tl.constexpr(448.0)
 
@@ -25,6 +26,7 @@ class WideLaunch:
     """Rows a program of the store or the load takes. It changes no result."""
 
     rows: int
+    e4m3_bits: bool
     num_warps: int = 4
 
 
@@ -64,16 +66,16 @@ class WideRecord:
         return step, self.channels, step, self.channels + self.scale_bytes
 
 
-def wide_launch(record: WideRecord) -> WideLaunch:
-    """About 2048 channels a program, whatever the number of rows and the device."""
-    return WideLaunch(rows=max(1, 2048 // (record.lines * record.group)))
+def wide_launch(record: WideRecord, arch: str) -> WideLaunch:
+    """About 2048 channels a program, whatever the number of rows; the Ascend chain cannot convert e4m3."""
+    return WideLaunch(rows=max(1, 2048 // (record.lines * record.group)), e4m3_bits=arch == "ascend950")
 
 
 @triton.jit
 def _leave_scales(amax, floor, part, at, is_stored, GROUPS: tl.constexpr, PAD: tl.constexpr, SCALE: tl.constexpr):
     """Write the scales of groups, and zeros behind them; returns the fp32 values of the scales."""
     if SCALE == "ue8m0":
-        byte = tl.where(part < GROUPS, _scale_byte(amax, floor, E4M3_MAX, False), 0)
+        byte = tl.where(part < GROUPS, _scale_byte(amax, floor, E4M3_MAX, False, False), 0)
         tl.store(at, byte.to(tl.uint8), mask=is_stored & (part < GROUPS + PAD))
         scale = ue8m0_value(byte)
     else:
@@ -109,6 +111,7 @@ def _store_wide(
     TAIL_PAD: tl.constexpr,
     SCALE: tl.constexpr,
     SCALE_STEP: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     # 1. which groups of which rows, and where their records go
     line = tl.arange(0, ROWS * LINES)
@@ -124,7 +127,7 @@ def _store_wide(
     x = tl.load(x_at, mask=coded, other=0.0).to(tl.float32)
     scale_at = scale_ptr + (page_at + scale_start + slot * scale_step) // SCALE_STEP + part
     scale = _leave_scales(tl.max(tl.abs(x), axis=1), floor, part, scale_at, is_stored, GROUPS, PAD, SCALE)
-    code = _e4m3_byte(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
+    code = _e4m3_byte(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), BITS)
     code_at = (byte_ptr + page_at + slot * code_step + part * GROUP)[:, None] + channel[None, :]
     tl.store(code_at, code.to(tl.uint8), mask=coded)
     # 3. the tail, a row to a line
@@ -164,6 +167,7 @@ def _load_wide(
     TAIL: tl.constexpr,
     TAIL_PAD: tl.constexpr,
     SCALE_STEP: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     # 1. which groups, and where they stand; what no slot names is zero and was never read
     line = tl.arange(0, ROWS * LINES)
@@ -181,7 +185,7 @@ def _load_wide(
     else:
         scale = tl.load(scale_at, mask=coded, other=0.0)
     code_at = (byte_ptr + page_at + slot * code_step + part * GROUP)[:, None] + channel[None, :]
-    x = _e4m3_value(tl.load(code_at, mask=coded[:, None], other=0).to(tl.int32)) * scale[:, None]
+    x = _e4m3_value(tl.load(code_at, mask=coded[:, None], other=0), BITS) * scale[:, None]
     width = GROUPS * GROUP + TAIL
     x_at = (x_ptr + row * width + part * GROUP)[:, None] + channel[None, :]
     tl.store(x_at, x.to(x_ptr.dtype.element_ty), mask=((row < num_rows) & (part < GROUPS))[:, None])
@@ -228,7 +232,8 @@ def store_wide(
     """
     if not x_td.numel() or not cache_pow_.numel():
         return cache_pow_
-    views, launch = wide_views("cache_pow_", cache_pow_, align=record.align), wide_launch(record)
+    views = wide_views("cache_pow_", cache_pow_, align=record.align)
+    launch = wide_launch(record, arch_of(cache_pow_.device))
     require_runnable("x_td", x_td)
     _store_wide[(triton.cdiv(x_td.shape[0], launch.rows),)](
         x_td,
@@ -251,6 +256,7 @@ def store_wide(
         TAIL_PAD=triton.next_power_of_2(max(record.tail, 1)),
         SCALE=record.scale,
         SCALE_STEP=views[1].element_size(),
+        BITS=launch.e4m3_bits,
         num_warps=launch.num_warps,
     )
     return cache_pow_
@@ -277,7 +283,8 @@ def load_wide(
         return x_td
     if not cache_pow.numel():
         return x_td.zero_()
-    views, launch = wide_views("cache_pow", cache_pow, align=record.align), wide_launch(record)
+    views = wide_views("cache_pow", cache_pow, align=record.align)
+    launch = wide_launch(record, arch_of(cache_pow.device))
     require_runnable("cache_pow", cache_pow)
     _load_wide[(triton.cdiv(slots_t.shape[0], launch.rows),)](
         *views,
@@ -296,6 +303,7 @@ def load_wide(
         TAIL=record.tail,
         TAIL_PAD=triton.next_power_of_2(max(record.tail, 1)),
         SCALE_STEP=views[1].element_size(),
+        BITS=launch.e4m3_bits,
         num_warps=launch.num_warps,
     )
     return x_td

@@ -1,4 +1,4 @@
-"""Residual streams of V4.1: reads, coefficients, the update alone, the boundary between two sub-layers in one pass."""
+"""Residual streams of V4.1: reads, coefficients, the update alone, all that happens between two sub-layers."""
 
 from __future__ import annotations
 

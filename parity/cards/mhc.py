@@ -18,7 +18,7 @@ from deeptwin.reference.weights import MhcSite
 
 from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
-from ..builds.presets import NO_PRODUCT
+from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
 from ..relations import CallFn, Context, Variant, row_chunks
@@ -404,11 +404,12 @@ COEFFICIENT_OUTPUTS = tuple(
     Output(name=name, rule=COEFFICIENTS, dtype=torch.float32) for name in ("pre_tn", "post_tn", "comb_tnn")
 )
 COEFFICIENT_ROWS = {"pre_tn": 0, "post_tn": 0, "comb_tnn": 0}
-_SMALL = (
-    "32 tokens by 32 coefficients a program: wgmma and tcgen05 take 64 rows or more, mma.sync is the unit that fits"
-)
-THIRTY_TWO = {"sm90": Expect(mma="mma.sync", reason=_SMALL), "sm100": Expect(mma="mma.sync", reason=_SMALL)}
 
+TWO_PROGRAMS = Expect(
+    mma="wgmma",
+    max_stack=16,
+    reason="128 registers a thread let two programs share a core; a few words of addresses spill",
+)
 
 EXPAND = Op(
     name="mhc_expand",
@@ -617,7 +618,7 @@ MIXES = Op(
     draw=draw_mixes,
     rows={"stream_tnm": 0},
     out_rows=COEFFICIENT_ROWS,
-    tile=32,
+    tile=64,
     relations=(
         *_relations(lambda case: (narrow(case) and case.tokens < 30) or case == WIDE[-1]),
         Relation(name="scale_equivariance", axis="stream scale", hook=scaled, only=lambda case: case.regime == "mean1"),
@@ -660,7 +661,13 @@ MIXES = Op(
             name="project-m5120",
             kernel="deeptwin.kernels.triton_ops.mhc:_project",
             launch="deeptwin.parity.builds.launches.mhc:mixes",
-            expect=THIRTY_TWO | MATRIX,
+            expect=PRODUCT | MATRIX | {"sm90": TWO_PROGRAMS},
+        ),
+        BuildCase(
+            name="split-weights",
+            kernel="deeptwin.kernels.triton_ops.mhc:_split_weights",
+            launch="deeptwin.parity.builds.launches.mhc:mixes",
+            expect=NO_PRODUCT | VECTOR,
         ),
         BuildCase(
             name="sum-splits",
@@ -748,7 +755,7 @@ POST = Op(
     builds=(
         BuildCase(
             name="m5120",
-            kernel="deeptwin.kernels.triton_ops.mhc:_post",
+            kernel="deeptwin.kernels.triton_ops.mhc:_update",
             launch="deeptwin.parity.builds.launches.mhc:post",
             expect=NO_PRODUCT | VECTOR,
         ),
@@ -809,7 +816,7 @@ BOUNDARY = Op(
     draw=draw_boundary,
     rows={"stream_tnm": 0, "y_tm": 0, "pre_tn": 0, "post_tn": 0, "comb_tnn": 0},
     out_rows={"stream_tnm": 0, "x_tm": 0, **COEFFICIENT_ROWS},
-    tile=32,
+    tile=64,
     relations=(
         *_relations(),
         Relation(
@@ -841,9 +848,9 @@ BOUNDARY = Op(
     builds=(
         BuildCase(
             name="m5120",
-            kernel="deeptwin.kernels.triton_ops.mhc:_update_and_project",
+            kernel="deeptwin.kernels.triton_ops.mhc:_update",
             launch="deeptwin.parity.builds.launches.mhc:boundary",
-            expect=THIRTY_TWO | MATRIX,
+            expect=NO_PRODUCT | VECTOR,
         ),
     ),
     mutants=(
@@ -868,7 +875,7 @@ HEAD = Op(
     draw=draw_head,
     rows={"stream_tnm": 0},
     out_rows={"x_tm": 0},
-    tile=32,
+    tile=64,
     relations=_relations(lambda case: narrow(replace(case, config="v41"))),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_head_triton"),
