@@ -523,7 +523,7 @@ def mhc_partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor) -> torch.Tensor:
         RuntimeError: stream_tnm is on the CPU and kernels are not interpreted.
     """
     require_runnable("stream_tnm", stream_tnm)
-    return _partials(stream_tnm, fn_wx, mhc_launch(stream_tnm.shape[2]))
+    return _partials(stream_tnm, fn_wx)
 
 
 def mhc_gates(
