@@ -27,6 +27,7 @@ from deeptwin.optimized.dsa import (
     dsa_index_scores_tilelang_fp8,
     dsa_index_scores_triton,
     sparse_mla_flash_mla,
+    sparse_mla_tilelang,
     sparse_mla_triton,
 )
 from deeptwin.parity import goldens
@@ -573,7 +574,7 @@ def test_the_fp8_unit_has_a_rule_of_its_own() -> None:
 
 
 def test_attention_over_records_is_refused() -> None:
-    both = (sparse_mla, sparse_mla_triton)
+    both = (sparse_mla, sparse_mla_triton, sparse_mla_tilelang)
     all_three = (*both, sparse_mla_flash_mla)
     raises(ValueError, "q_thd", {"q_thd": draw(1, 2, 3, 512)}, MLA, *all_three)
     raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 655, dtype=torch.uint8)}, MLA, *all_three)
@@ -585,7 +586,18 @@ def test_attention_over_records_is_refused() -> None:
     raises(ValueError, "topk_length_t", {"topk_length_t": int32([1])}, MLA, *both)
     raises(TypeError, "topk_length_t", {"topk_length_t": torch.zeros(2)}, MLA, *both)
     raises(TypeError, "dtype", {"dtype": torch.float64}, MLA, sparse_mla)
-    raises(TypeError, "q_thd", {"q_thd": torch.zeros(2, 3, 576)}, MLA, sparse_mla_triton, sparse_mla_flash_mla)
+    raises(TypeError, "q_thd", {"q_thd": torch.zeros(2, 3, 576)}, MLA, *all_three[1:])
+
+
+def test_the_kernel_with_specialised_warps_declines() -> None:
+    good = MLA | {"q_thd": draw(1, 2, 64, 576)}
+    of_v4 = torch.zeros(1, 4, 584, dtype=torch.uint8)
+    apart = torch.zeros(2, 4, 656 + 32, dtype=torch.uint8)[:, :, :656]
+    askew = torch.zeros(2 * 4 * 656 + 8, dtype=torch.uint8)[8:].view(2, 4, 656)
+    raises(NotImplementedError, "q_thd", {"q_thd": draw(1, 2, 3, 576)}, good, sparse_mla_tilelang)
+    for cache in (of_v4, apart, askew):
+        raises(NotImplementedError, "cache_pow", {"cache_pow": cache}, good, sparse_mla_tilelang)
+    raises(NotImplementedError, "q_thd", {}, good, sparse_mla_tilelang)
 
 
 def test_the_adapter_of_flash_mla_declines(monkeypatch: pytest.MonkeyPatch) -> None:

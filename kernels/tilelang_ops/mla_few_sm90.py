@@ -25,7 +25,6 @@ from .roles_sm90 import (
     VALUES,
     Roles,
     count_block,
-    half_of,
     mask_block,
     raise_top,
     read_queries,

@@ -912,6 +912,20 @@ DECODE = Op(
             expect={"sm90": NO_PRODUCT["sm90"]},
         ),
         BuildCase(
+            name="tilelang-scores-h128",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.mla_few_sm90:score_program",
+            launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_scores",
+            expect={"sm90": Expect(mma="wgmma")},
+        ),
+        BuildCase(
+            name="tilelang-values-h128",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.mla_few_sm90:value_program",
+            launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_values",
+            expect={"sm90": Expect(mma="wgmma")},
+        ),
+        BuildCase(
             name="h128-one-split",
             kernel="deeptwin.kernels.triton_ops.mla:_decode_split",
             launch="deeptwin.parity.builds.launches.mla:decode_h128_one_split",
