@@ -16,6 +16,7 @@ from tilelang import language as T
 
 from .pages_sm90 import SPLIT, bring_keys
 from .roles_sm90 import (
+    EXP2,
     GROUP,
     HALF,
     HEADS,
@@ -25,6 +26,7 @@ from .roles_sm90 import (
     VALUES,
     Roles,
     count_block,
+    find_top,
     mask_block,
     raise_top,
     read_queries,
@@ -50,13 +52,11 @@ def score_program(num_heads: int, width: int):
         table_bp: T.StridedTensor((requests, columns), (table_stride, 1), T.int32),
         length_b: T.Tensor((requests,), T.int32),
         score_tjhi: T.Tensor((tokens, blocks, num_heads, KEYS), T.float32),
-        scale_log2: T.float32,
         queries: T.int32,
     ):
         with T.Kernel(tokens * tiles, T.ceildiv(blocks, 2), threads=2 * GROUP) as (program, chunk):
             shared = shared_memory(tail)
             score = T.alloc_fragment((HEADS, KEYS), T.float32)
-            block_top = T.alloc_fragment((HEADS,), T.float32)
             row = T.alloc_local((KEYS // roles.step,), T.int32)
             page = T.alloc_local((KEYS // roles.step,), T.int32)
             slot = T.alloc_local((KEYS // roles.step,), T.int32)
@@ -77,7 +77,7 @@ def score_program(num_heads: int, width: int):
                 for now in T.unroll(2):
                     if now * KEYS < keys:
                         score_block(shared, now, 0, score, tail, False, False)
-                        mask_block(shared, now, 0, score, block_top, scale_log2)
+                        mask_block(shared, now, 0, score)
                         T.copy(score, score_tjhi[token, chunk * 2 + now, head0 : head0 + HEADS, :])
             else:
                 # 3. the queries, then the keys
@@ -162,9 +162,11 @@ def value_program(num_heads: int, width: int, span: int):
         score_tjhi: T.Tensor((tokens, blocks, num_heads, KEYS), T.float32),
         part_ithu: T.Tensor((parts, tokens, num_heads, VALUES), T.float32),
         state_2ith: T.Tensor((2, parts, tokens, num_heads), T.float32),
+        scale_log2: T.float32,
         queries: T.int32,
     ):
         with T.Kernel(tokens * tiles, parts, slices, threads=GROUP) as (program, part, piece):
+            T.import_source(EXP2)
             value = T.alloc_shared((BUFFERS, KEYS, span), T.bfloat16)
             ready = T.alloc_barrier([GROUP] * BUFFERS)
             sums = T.alloc_fragment((HEADS, span), T.float32)
@@ -212,18 +214,18 @@ def value_program(num_heads: int, width: int, span: int):
                 place, phase = pair % 2 * 2, pair // 2 % 2
                 read_pair(score_tjhi, token, head0, block + 2, last, next_even, next_odd)
                 T.copy(top, old_top)
-                T.reduce_max(even, block_top, dim=1)
+                find_top(even, block_top, scale_log2)
                 for h in T.Parallel(HEADS):
                     block_top[h] = T.max(top[h], block_top[h])
                 raise_top(top, block_top, shrink)
-                weigh_block(even, weight, top)
+                weigh_block(even, weight, top, scale_log2)
                 count_block(even, total, shrink, block_total)
                 if channel < HALF:
                     scale_by(sums, shrink)
                     add_values(value, ready, place, phase, weight, sums)
                     T.wait_wgmma(0)
                 if block + 1 < last:
-                    T.reduce_max(odd, block_top, dim=1)
+                    find_top(odd, block_top, scale_log2)
                     for h in T.Parallel(HEADS):
                         block_top[h] = T.max(top[h], block_top[h])
                     raise_top(top, block_top, shrink)
@@ -234,7 +236,7 @@ def value_program(num_heads: int, width: int, span: int):
                             even[h, j] = even[h, j] * shrink[h]
                     else:
                         scale_by(sums, shrink)
-                    weigh_block(odd, weight, top)
+                    weigh_block(odd, weight, top, scale_log2)
                     raise_top(old_top, top, shrink)
                     count_block(odd, odd_total, shrink, block_total)
                     if channel >= HALF:

@@ -17,6 +17,7 @@ from tilelang import language as T
 from .mla_few_sm90 import scores, values
 from .pages_sm90 import SPLIT, bring_keys
 from .roles_sm90 import (
+    EXP2,
     GROUP,
     HALF,
     HEADS,
@@ -102,6 +103,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
         queries: T.int32,
     ):
         with T.Kernel(tokens * tiles, 1 if chained else parts, threads=THREADS) as (program, part):
+            T.import_source(EXP2)
             shared = shared_memory(tail)
             left = T.alloc_fragment((HEADS, HALF), T.float32)
             right = T.alloc_fragment((HEADS, HALF), T.float32)
@@ -355,9 +357,9 @@ def mla_decode(
     pages = (cache_pod, block_table_bp, lengths_b)
     if form == "slices":
         score_tjhi = torch.empty(tokens, columns, num_heads, KEYS, dtype=torch.float32, device=q_bthd.device)
-        scores(num_heads, width)(q_thd, *pages, score_tjhi, scale * LOG2_E, queries)
+        scores(num_heads, width)(q_thd, *pages, score_tjhi, queries)
         span = NARROW if tiles * parts * (VALUES // WIDE) < ENOUGH else WIDE
-        values(num_heads, width, span)(*pages, score_tjhi, part_ithu, state_2ith, queries)
+        values(num_heads, width, span)(*pages, score_tjhi, part_ithu, state_2ith, scale * LOG2_E, queries)
     else:
         kernel = _compiled(num_heads, width, form == "rows")
         kernel(q_thd, *pages, part_ithu, state_2ith, out_thu, lse_th, scale * LOG2_E, queries)

@@ -97,6 +97,16 @@ def shared_memory(tail: int) -> Shared:
     )
 
 
+# the instruction that a power of two is, without the care for results below 2^-126, which become zero
+EXP2 = """
+__device__ __forceinline__ float dt_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+"""
+
+
 @T.macro
 def read_queries(q_thd, token, head0, shared, row, lane, tail, lanes):
     """Bring the queries of a program."""
@@ -204,14 +214,19 @@ def score_block(shared, now, phase, score, tail, loose, loose_tail):
 
 
 @T.macro
-def mask_block(shared, now, phase, score, block_top, scale_log2):
-    """Scores in base 2, -inf where there is no key, and their maxima."""
+def find_top(score, block_top, scale_log2):
+    """Maxima of scores, in base 2."""
+    T.reduce_max(score, block_top, dim=1)
+    for h in T.Parallel(HEADS):
+        block_top[h] = T.ieee_mul(block_top[h], scale_log2)
+
+
+@T.macro
+def mask_block(shared, now, phase, score):
+    """Scores of a block, -inf where there is no key."""
     T.barrier_wait(shared.named[now], phase)
     for h, j in T.Parallel(HEADS, KEYS):
-        score[h, j] = T.if_then_else(
-            shared.is_key[now, j] != 0, T.ieee_mul(score[h, j], scale_log2), -T.infinity(T.float32)
-        )
-    T.reduce_max(score, block_top, dim=1)
+        score[h, j] = T.if_then_else(shared.is_key[now, j] != 0, score[h, j], -T.infinity(T.float32))
 
 
 @T.macro
@@ -223,10 +238,10 @@ def raise_top(top, new_top, shrink):
 
 
 @T.macro
-def weigh_block(score, weight, top):
+def weigh_block(score, weight, top, scale_log2):
     """Weights of a block against `top`, also as they are multiplied."""
     for h, j in T.Parallel(HEADS, KEYS):
-        score[h, j] = T.exp2(score[h, j] - top[h])
+        score[h, j] = T.call_extern("float32", "dt_exp2", T.ieee_fmaf(score[h, j], scale_log2, -top[h]))
     T.copy(score, weight)
 
 
@@ -252,6 +267,18 @@ def leave_weights(shared, now, weight, scored, phase):
     T.copy(weight, shared.weight[now, :, :])
     T.fence_proxy_async()
     T.barrier_arrive(shared.weight_ready[now])
+
+
+@T.macro
+def add_other(shared, now, half, phase, sums, loose):
+    """Add the product of the weights that the other group left with a half of their block."""
+    T.barrier_wait(shared.weight_ready[now], phase)
+    T.barrier_wait(shared.ready[half_of(half, now)], phase)
+    if loose:
+        T.fence_proxy_async()
+    T.wgmma_gemm(shared.weight[now, :, :], shared.key[half, now, :, :], sums)
+    T.wait_wgmma(0)
+    T.barrier_arrive(shared.free[half_of(half, now)])
 
 
 @T.macro
@@ -284,13 +311,14 @@ def first_group(
     for pair in T.serial(T.ceildiv(blocks, 2)):
         phase = pair % 2
         score_block(shared, 0, phase, score, tail, loose, loose_tail)
-        mask_block(shared, 0, phase, score, block_top, scale_log2)
+        mask_block(shared, 0, phase, score)
+        find_top(score, block_top, scale_log2)
         for h in T.Parallel(HEADS):
             block_top[h] = T.max(top[h], block_top[h])
         raise_top(top, block_top, shrink)
         T.copy(top, shared.state[0, :])
         T.barrier_arrive(shared.top_ready)
-        weigh_block(score, weight, top)
+        weigh_block(score, weight, top, scale_log2)
         scale_sums(left, shrink)
         T.wgmma_gemm(weight, shared.key[0, 0, :, :], left)
         count_block(score, total, shrink, block_total)
@@ -307,9 +335,7 @@ def first_group(
             T.copy(score, weight)
             leave_weights(shared, 0, weight, shared.top_ready, phase)
             scale_sums(left, shrink)
-            T.wgmma_gemm(shared.weight[1, :, :], shared.key[0, 1, :, :], left)
-            T.wait_wgmma(0)
-            T.barrier_arrive(shared.free[half_of(0, 1)])
+            add_other(shared, 1, 0, phase, left, loose)
         else:
             leave_weights(shared, 0, weight, shared.top_ready, phase)
     T.copy(total, shared.state[2, :])
@@ -349,13 +375,14 @@ def second_group(
         if pair * 2 + 1 < blocks:
             score_block(shared, 1, phase, score, tail, loose, loose_tail)
             T.barrier_arrive(shared.scored)
-            mask_block(shared, 1, phase, score, block_top, scale_log2)
+            mask_block(shared, 1, phase, score)
+            find_top(score, block_top, scale_log2)
             T.barrier_wait(shared.top_ready, phase)
             T.copy(shared.state[0, :], block_total)
             for h in T.Parallel(HEADS):
                 block_top[h] = T.max(block_total[h], block_top[h])
             raise_top(top, block_top, shrink)
-            weigh_block(score, weight, top)
+            weigh_block(score, weight, top, scale_log2)
             T.copy(top, shared.state[1, :])
             leave_weights(shared, 1, weight, shared.scored, phase)
             scale_sums(right, shrink)
@@ -370,10 +397,7 @@ def second_group(
             for h in T.Parallel(HEADS):
                 total[h] = total[h] * shrink[h]
             scale_sums(right, shrink)
-        T.barrier_wait(shared.weight_ready[0], phase)
-        T.wgmma_gemm(shared.weight[0, :, :], shared.key[1, 0, :, :], right)
-        T.wait_wgmma(0)
-        T.barrier_arrive(shared.free[half_of(1, 0)])
+        add_other(shared, 0, 1, phase, right, loose)
     T.barrier_wait(shared.total_ready[0], turn % 2)
     T.copy(shared.state[2, :], block_total)
     T.copy(total, shared.state[3, :])

@@ -15,6 +15,7 @@ import torch
 from tilelang import language as T
 
 from .roles_sm90 import (
+    EXP2,
     GROUP,
     HALF,
     HEADS,
@@ -72,6 +73,7 @@ def attend_program(
         scale_log2: T.float32,
     ):
         with T.Kernel(tokens * tiles, threads=THREADS) as program:
+            T.import_source(EXP2)
             shared = shared_memory(tail)
             left = T.alloc_fragment((HEADS, HALF), T.float32)
             right = T.alloc_fragment((HEADS, HALF), T.float32)

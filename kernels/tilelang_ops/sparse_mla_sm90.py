@@ -27,6 +27,7 @@ from .records_sm90 import (
     units_of,
 )
 from .roles_sm90 import (
+    EXP2,
     GROUP,
     HALF,
     HEADS,
@@ -139,7 +140,7 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
         stride: T.int32,
     ):
         with T.Kernel(tokens * tiles, threads=THREADS) as program:
-            T.import_source(DECODE)
+            T.import_source(DECODE + EXP2)
             shared = shared_memory(TAIL)
             left = T.alloc_fragment((HEADS, HALF), T.float32)
             right = T.alloc_fragment((HEADS, HALF), T.float32)

@@ -27,6 +27,7 @@ from .records_sm90 import (
     units_of,
 )
 from .roles_sm90 import (
+    EXP2,
     GROUP,
     HALF,
     HEADS,
@@ -163,7 +164,7 @@ def two_cache_program(
         main_stride: T.int32,
     ):
         with T.Kernel(tokens * tiles, threads=THREADS) as program:
-            T.import_source(DECODE)
+            T.import_source(DECODE + EXP2)
             shared = shared_memory(0)
             left = T.alloc_fragment((HEADS, HALF), T.float32)
             right = T.alloc_fragment((HEADS, HALF), T.float32)

@@ -342,6 +342,8 @@ def cases_decode(full: bool) -> list[DecodeCase]:
             for r in REGIMES
         ]
         found += [DecodeCase(requests=2, tokens=2, heads=64, dim=576, value_dim=512, longest=200, page=64)]
+        # enough to fill a chip of SM90 with splits, and with whole rows
+        found += [DecodeCase(requests=n, heads=128, dim=576, value_dim=512, longest=2100, page=64) for n in (24, 48)]
     return list({case.id: case for case in found}.values())
 
 
@@ -694,6 +696,16 @@ def specialised(case: DecodeCase) -> bool:
     return (case.requests, case.heads, case.dim) == (2, 64, 576)
 
 
+def in_any_form(case: DecodeCase) -> bool:
+    """Batches small enough, and those of the kernels for SM90."""
+    return few_keys(case) or specialised(case) or filling(case)
+
+
+def filling(case: DecodeCase) -> bool:
+    """Batches that a kernel for SM90 walks in another form than one request."""
+    return case.requests >= 24
+
+
 def several_queries(case: PrefillCase | DecodeCase) -> bool:
     """Chunks and verify widths."""
     return plain(case) and case.tokens > 1
@@ -834,7 +846,7 @@ DECODE = Op(
     rows={"q_bthd": 0, "block_table_bp": 0, "lengths_b": 0},
     out_rows={"out_bthu": 0, "lse_bth": 0},
     relations=(
-        Relation(name="batch_invariant", axis="requests", only=lambda case: few_keys(case) or specialised(case)),
+        Relation(name="batch_invariant", axis="requests", only=in_any_form),
         Relation(name="run_to_run", axis="repeats", only=lambda case: plain(case) or specialised(case)),
         Relation(name="page_permutation", axis="pages and their size", hook=move_pages, only=one_split),
         Relation(
