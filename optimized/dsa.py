@@ -324,14 +324,12 @@ def sparse_mla_tilelang(
     Raises:
         ValueError: as `sparse_mla_triton`.
         TypeError: as `sparse_mla_triton`.
-        NotImplementedError: heads that are no multiple of 64, other records than those of 656 bytes one behind the
-            other, pages that do not begin at multiples of 16 bytes or span 32 GiB, or no SM90.
+        NotImplementedError: scales are no fp32 numbers, heads that are no multiple of 64, pages that do not begin at
+            multiples of 16 bytes or span 32 GiB, or no SM90.
     """
-    fmt = _check_sparse_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale)
+    _check_sparse_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale)
     if q_thd.shape[1] % 64:
         raise NotImplementedError(f"q_thd: expected 64·n heads, got {q_thd.shape[1]}")
-    if (fmt.record_bytes, fmt.width) != (656, 576) or cache_pow.stride()[1:] != (656, 1):
-        raise NotImplementedError(f"cache_pow: expected whole records of 656 bytes, got strides {cache_pow.stride()}")
     if cache_pow.stride(0) % 16 or cache_pow.data_ptr() % 16 or len(cache_pow) * cache_pow.stride(0) >= 2**35:
         raise NotImplementedError(f"cache_pow: expected pages at 16 bytes, below 32 GiB, got {cache_pow.stride()}")
     _require_sm90(q_thd)

@@ -592,7 +592,7 @@ def test_attention_over_records_is_refused() -> None:
 def test_the_kernel_with_specialised_warps_declines() -> None:
     good = MLA | {"q_thd": draw(1, 2, 64, 576)}
     of_v4 = torch.zeros(1, 4, 584, dtype=torch.uint8)
-    apart = torch.zeros(2, 4, 656 + 32, dtype=torch.uint8)[:, :, :656]
+    apart = torch.zeros(2, 4 * 656 + 8, dtype=torch.uint8)[:, : 4 * 656].unflatten(1, (4, 656))
     askew = torch.zeros(2 * 4 * 656 + 8, dtype=torch.uint8)[8:].view(2, 4, 656)
     raises(NotImplementedError, "q_thd", {"q_thd": draw(1, 2, 3, 576)}, good, sparse_mla_tilelang)
     for cache in (of_v4, apart, askew):
