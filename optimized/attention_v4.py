@@ -12,10 +12,8 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_shape
 from deeptwin.reference.config import (
     FP8_1X128_UE8M0,
-    FusedStore,
     OutputCast,
     PageLayout,
-    RecordTap,
     TwoCaches,
     V4AttnConfig,
     V4Kind,
@@ -24,16 +22,15 @@ from deeptwin.reference.csa2_state import Csa2Step
 from deeptwin.reference.v4_state import V4Caches
 from deeptwin.reference.v4_weights import CompressorWeights, V4Weights, owned
 
+from .attention_window import WindowLayer, attend_
 from .compressor import compress_decode_triton, compress_prefill_triton, compress_tail_triton
 from .csa import _require_fp4, csa_select_triton, head_norm_rope_triton, v4_output_triton
 from .hadamard import hadamard_triton
-from .kv_cache import load_records_triton, norm_rope_store_triton, store_records_triton
+from .kv_cache import store_records_triton
 from .linear import linear_triton
 from .products_v4 import layer_norm, product, product_of_codes
 from .quant import quantize_triton
-from .sparse_attn import two_cache_attn_decode_triton, two_cache_attn_triton
 from .topk import physical_slots_triton
-from .window import history_slots_triton, ring_slots_triton, window_decode_triton, window_prefill_triton
 
 SECTIONED = PageLayout.SECTIONED
 
@@ -169,31 +166,17 @@ def _attend(
     step: Csa2Step,
     config: V4AttnConfig,
 ) -> Tensor:
-    """Norm, RoPE, quantiser and store of the window keys in one launch, then window and entries in one softmax."""
-    window, fmt = config.sliding, config.cache
+    """The heads of a step over window and entries."""
+    fmt = config.cache
     if fmt is None:
         raise NotImplementedError("config: expected a quantised cache, got None")
-    two = TwoCaches(window=fmt, main=fmt, layout=SECTIONED, scale=config.head_dim**-0.5)
-    dtype = torch.float32 if config.output is OutputCast.FUSED else torch.bfloat16
-    past_sd = None
-    if not step.decode:  # the history is read before the chunk overwrites it
-        past_b = history_slots_triton(step.first_b, step.state_b, step.valid_b, config=window)
-        past_sd = load_records_triton(ring_pow_, past_b.flatten(), layout=SECTIONED)
-    store_t = ring_slots_triton(step.positions_t, step.seq_t, step.end_b, step.known_b, step.state_b, config=window)
-    tap = RecordTap.NONE if step.decode else RecordTap.CAST_BACK
-    store = FusedStore(eps=config.eps, layout=SECTIONED, tap=tap, fmt=fmt)
-    _, rows_td = norm_rope_store_triton(
-        ring_pow_, down_td, weights.kv_norm_d, table_sr, step.positions_t, store_t, store=store
+    layer = WindowLayer(
+        norm_d=weights.kv_norm_d,
+        sink_h=weights.sink_h,
+        table_sr=table_sr,
+        window=config.sliding,
+        caches=TwoCaches(window=fmt, main=fmt, layout=SECTIONED, scale=config.head_dim**-0.5),
+        eps=config.eps,
+        dtype=torch.float32 if config.output is OutputCast.FUSED else torch.bfloat16,
     )
-    if past_sd is None:
-        seen_tk = window_decode_triton(step.positions_t, step.seq_t, step.state_b, step.valid_b, config=window)
-        return two_cache_attn_decode_triton(
-            q_thd, ring_pow_, seen_tk, main_pow, slot_tk, weights.sink_h, caches=two, dtype=dtype
-        )[0]
-    seen_tk = window_prefill_triton(
-        step.positions_t, step.seq_t, step.first_b, step.offset_b, step.known_b, step.valid_b, config=window
-    )
-    window_sd = torch.cat([past_sd, rows_td])
-    return two_cache_attn_triton(q_thd, window_sd, seen_tk, main_pow, slot_tk, weights.sink_h, caches=two, dtype=dtype)[
-        0
-    ]
+    return attend_(q_thd, down_td, ring_pow_, main_pow, slot_tk, step, layer=layer)

@@ -28,13 +28,13 @@ from deeptwin.reference.csa2_state import Csa2Caches, Csa2Step
 from deeptwin.reference.topology import LayerMode
 from deeptwin.reference.weights import Csa2Weights
 
+from .attention_window import WindowLayer, attend_
 from .compressor import compress_decode_triton, compress_prefill_triton, compress_tail_triton, compress_triton
 from .indexer import index_queries_triton, index_scores_paged_triton, index_weights_triton
-from .kv_cache import load_records_triton, norm_rope_store_triton, store_records_triton
+from .kv_cache import norm_rope_store_triton, store_records_triton
 from .linear import linear_codes_triton, linear_quant_triton, linear_triton
 from .products_v4 import layer_norm, rotated
 from .quant import quantize_triton
-from .sparse_attn import two_cache_attn_decode_triton, two_cache_attn_triton
 from .topk import (
     candidate_blocks_triton,
     compact_lengths_triton,
@@ -42,13 +42,7 @@ from .topk import (
     restore_indices_triton,
     topk_triton,
 )
-from .window import (
-    compact_clip_triton,
-    history_slots_triton,
-    ring_slots_triton,
-    window_decode_triton,
-    window_prefill_triton,
-)
+from .window import compact_clip_triton
 
 
 def projected(
@@ -153,10 +147,8 @@ def _attend(
     layer: int,
     config: Csa2Config,
 ) -> Tensor:
-    """Norm, RoPE, quantiser and store of the window keys in one launch, then both caches in one softmax."""
-    map_, table_sr = config.topology, caches.table(config, layer)
-    window = config.sliding(decoder=layer >= map_.boundary and map_.ratios[layer] > 0)
-    ring_pow = caches.records(config, "ring", layer)
+    """The heads of a step over window and selection; without a selection over the window alone."""
+    map_ = config.topology
     if idx_tk is None:
         main_pow = caches.page_pq.new_zeros(0, 1, config.main.record_bytes)
         slot_tk = torch.zeros(len(q_thd), 0, dtype=torch.int32, device=q_thd.device)
@@ -164,30 +156,17 @@ def _attend(
         main_pow, entries = caches.records(config, "main", map_.kv_source(layer)), config.page_tokens
         table_tp = step.table_bp[step.seq_t.long()].contiguous()
         slot_tk = physical_slots_triton(idx_tk, table_tp, page_entries=entries // map_.ratios[layer])
-    two = TwoCaches(window=KV_FP8, main=config.main, layout=config.layout, scale=config.head_dim**-0.5)
-    dtype = torch.float32 if config.cast is CastPoints.FUSED else torch.bfloat16
-    past_sd = None
-    if not step.decode:  # the history is read before the chunk overwrites it
-        past_b = history_slots_triton(step.first_b, step.state_b, step.valid_b, config=window)
-        past_sd = load_records_triton(ring_pow, past_b.flatten(), layout=config.layout)
-    store_t = ring_slots_triton(step.positions_t, step.seq_t, step.end_b, step.known_b, step.state_b, config=window)
-    tap = RecordTap.NONE if step.decode else RecordTap.CAST_BACK
-    store = FusedStore(eps=config.eps, layout=config.layout, tap=tap)
-    _, rows_td = norm_rope_store_triton(
-        ring_pow, down_td, weights.kv_norm_d, table_sr, step.positions_t, store_t, store=store
+    window_layer = WindowLayer(
+        norm_d=weights.kv_norm_d,
+        sink_h=weights.sink_h,
+        table_sr=caches.table(config, layer),
+        window=config.sliding(decoder=layer >= map_.boundary and map_.ratios[layer] > 0),
+        caches=TwoCaches(window=KV_FP8, main=config.main, layout=config.layout, scale=config.head_dim**-0.5),
+        eps=config.eps,
+        dtype=torch.float32 if config.cast is CastPoints.FUSED else torch.bfloat16,
     )
-    if past_sd is None:
-        seen_tk = window_decode_triton(step.positions_t, step.seq_t, step.state_b, step.valid_b, config=window)
-        return two_cache_attn_decode_triton(
-            q_thd, ring_pow, seen_tk, main_pow, slot_tk, weights.sink_h, caches=two, dtype=dtype
-        )[0]
-    seen_tk = window_prefill_triton(
-        step.positions_t, step.seq_t, step.first_b, step.offset_b, step.known_b, step.valid_b, config=window
-    )
-    window_sd = torch.cat([past_sd, rows_td])
-    return two_cache_attn_triton(q_thd, window_sd, seen_tk, main_pow, slot_tk, weights.sink_h, caches=two, dtype=dtype)[
-        0
-    ]
+    ring_pow = caches.records(config, "ring", layer)
+    return attend_(q_thd, down_td, ring_pow, main_pow, slot_tk, step, layer=window_layer)
 
 
 def csa2_attention_triton_(

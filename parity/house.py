@@ -27,6 +27,7 @@ SUPPORT = (
         "attention_v32",
         "attention_v4",
         "attention_v41",
+        "attention_window",
         "products_v4",
     ),
     *("account_terms", "account_v3", "account_v4", "account_v41", "account_claims"),

@@ -15,7 +15,7 @@ from . import diagnose
 from .card import Output, Outputs
 from .oracles import OracleSet
 from .outcome import Status, Worst
-from .rules import Budget, Codes, OfStored, Rule, Within, at
+from .rules import Budget, OfOutputs, Rule, at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def _judge_output(outputs: Outputs, output: Output, oracles: OracleSet, rule: Ru
     if mismatch is not None:
         unwritten = diagnose.unwritten(got)
         return mismatch if unwritten is None else _with(mismatch, unwritten)
-    if isinstance(rule, Codes | Within | OfStored):
+    if isinstance(rule, OfOutputs):
         rule = replace(rule, outputs=outputs)
     judgement = rule.judge(got, views)
     return Verdict(

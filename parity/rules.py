@@ -63,6 +63,13 @@ class Rule(Protocol):
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class OfOutputs:
+    """What a rule is given that also reads the candidate's other outputs; the judge sets it."""
+
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 def at(index: int, shape: torch.Size) -> tuple[int, ...]:
     """The coordinate of flat position `index`."""
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
@@ -283,7 +290,7 @@ def _byte_worst(got: Tensor, expected: Tensor, wrong: Tensor) -> Worst:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codes:
+class Codes(OfOutputs):
     """R2 for quantised outputs behind arithmetic: bytes may differ only where the contract is within u of a step.
 
     `allowed(marks, arguments, u)` gives the lowest and the highest code that an evaluation with relative error u
@@ -294,7 +301,6 @@ class Codes:
     u: float
     allowed: Callable[[list[tuple[str, Tensor]], dict[str, Any], float], tuple[Tensor, Tensor]]
     order: Callable[[Tensor], Tensor]
-    outputs: Mapping[str, Tensor] = field(default_factory=dict)  # what the candidate returned; set by the judge
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
         """Every code inside its allowed interval, which is at most one step wide."""
@@ -318,7 +324,7 @@ class Codes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Within:
+class Within(OfOutputs):
     """For values behind a choice that the candidate makes: inside the interval of honest results for its own choice.
 
     `interval(arguments, u)` gives the lowest and the highest value when every step may be off by a relative u;
@@ -327,7 +333,6 @@ class Within:
 
     u: float
     interval: Callable[[dict[str, Any], float], tuple[Tensor, Tensor]]
-    outputs: Mapping[str, Tensor] = field(default_factory=dict)  # what the candidate returned; set by the judge
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
         """Every element inside its interval."""
@@ -347,7 +352,7 @@ class Within:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfStored:
+class OfStored(OfOutputs):
     """The rule of a later step, judged on what the candidate itself stored of an earlier one.
 
     A stored element may lawfully lie one step beside the contract's, and what is made of it then differs by more than
@@ -356,7 +361,6 @@ class OfStored:
 
     rule: Rule
     again: Callable[[dict[str, Any], Mapping[str, Tensor], Numerics], Tensor]
-    outputs: Mapping[str, Tensor] = field(default_factory=dict)  # what the candidate returned; set by the judge
 
     def judge(self, got: Tensor, oracles: Oracles) -> Judgement:
         """Judge `got` by `rule`, with the oracles of the later step."""
