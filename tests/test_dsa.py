@@ -595,7 +595,8 @@ def test_the_kernel_with_specialised_warps_declines() -> None:
     apart = torch.zeros(2, 4 * 656 + 8, dtype=torch.uint8)[:, : 4 * 656].unflatten(1, (4, 656))
     askew = torch.zeros(2 * 4 * 656 + 8, dtype=torch.uint8)[8:].view(2, 4, 656)
     raises(NotImplementedError, "q_thd", {"q_thd": draw(1, 2, 3, 576)}, good, sparse_mla_tilelang)
-    for cache in (of_v4, apart, askew):
+    vast = torch.empty(15_000_000, 4, 656, dtype=torch.uint8, device="meta")
+    for cache in (of_v4, apart, askew, vast):
         raises(NotImplementedError, "cache_pow", {"cache_pow": cache}, good, sparse_mla_tilelang)
     raises(NotImplementedError, "q_thd", {}, good, sparse_mla_tilelang)
 
