@@ -2,7 +2,8 @@
 
 Keys are cut into splits of 2048, whatever the batch. A program owns one query token, one tile of heads and one split,
 and leaves sums in fp32 that a second kernel merges; or, where tokens alone fill the chip, it walks all splits of its
-row and merges them itself, in the same order and by the same instructions. So a row has the same bits either way.
+row and merges them itself, in the same order and by the same instructions; or, where there are few of both, the
+programs of `mla_few_sm90.py` take its place. A row has the same bits in any of these forms.
 """
 
 # mypy: disable-error-code="valid-type"

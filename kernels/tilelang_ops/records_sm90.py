@@ -2,7 +2,8 @@
 
 Four threads share a row. Each reads 64 channels of half a row, with the scales of these alone, into registers, and
 writes them two halves later: a code times its scale is exact in bf16, or rounded once where a scale is no power of two.
-Eight rows lie side by side in a warp, so that what it writes at a time lies in different banks.
+Eight rows lie side by side in a warp, so that what it writes at a time lies in different banks. The fence between its
+writes and the matrix unit is for those who multiply: before it, a thread would have to wait for all that it reads.
 """
 
 # mypy: disable-error-code="valid-type"

@@ -1,8 +1,8 @@
 """Sparse latent attention on SM90 over records of 656 bytes, by the roles of `roles_sm90.py`.
 
-A record is 512 codes, four fp32 scales and 64 bf16 channels that only enter the score. The third group reads codes of
-a block into registers while it writes those of the one before as bf16 keys; the channels behind them are copied. The
-list is not split, so a row has the same bits alone or in any batch.
+A record is 512 codes, four fp32 scales and 64 bf16 channels that only enter the score; how the third group brings the
+former is told in `records_sm90.py`, and the latter are copied. The list is not split, so a row has the same bits alone
+or in any batch.
 """
 
 # mypy: disable-error-code="valid-type"
@@ -187,7 +187,7 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
                     block_total,
                     0,
                     TAIL,
-                    False,
+                    True,
                     True,
                 )
                 for h in T.Parallel(HEADS):
@@ -212,7 +212,7 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
                     block_total_right,
                     0,
                     TAIL,
-                    False,
+                    True,
                     True,
                 )
                 divide_sums(right, top_right, total_right, shrink_right, lse_th, head0, False)
@@ -244,7 +244,6 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
                                 else:
                                     copy_tail(cache_xo, shared, now, place, first, lane)
                                 put_part(shared, half, now, first, lane, code, scale)
-                                T.fence_proxy_async()
                                 T.barrier_arrive(shared.ready[half_of(half, now)])
                             # the registers are free for what the same buffer takes next
                             if turn == 1:

@@ -1,8 +1,8 @@
 """Sparse attention over two caches on SM90: window rows or records, then compressed records, in one softmax.
 
-The roles are those of `roles_sm90.py`. The third group reads codes and scales of a block into registers while it
-writes those of the one before as bf16 keys to shared memory: the value of a code times its scale is exact there.
-Nothing is split, so a row has the same bits alone or in any batch, and the same from rows as from records.
+The roles are those of `roles_sm90.py`, and how the third group brings records is told in `records_sm90.py`: the value
+of a code times its scale is exact in bf16. Nothing is split, so a row has the same bits alone or in any batch, and the
+same from rows as from records.
 """
 
 # mypy: disable-error-code="valid-type"
@@ -215,7 +215,7 @@ def two_cache_program(
                     block_total,
                     0,
                     0,
-                    window == "rows",
+                    True,
                     False,
                 )
                 for h in T.Parallel(HEADS):
@@ -240,7 +240,7 @@ def two_cache_program(
                     block_total_right,
                     0,
                     0,
-                    window == "rows",
+                    True,
                     False,
                 )
                 divide_sums(right, top_right, total_right, shrink_right, sink_h, head0, has_sink)
@@ -297,7 +297,6 @@ def two_cache_program(
                                         LANES,
                                     )
                                 else:
-                                    T.fence_proxy_async()
                                     T.barrier_arrive(shared.ready[half_of(half, now)])
                             # the registers are free for what the same buffer takes next
                             later = pair + turn
