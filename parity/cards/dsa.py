@@ -1343,7 +1343,11 @@ SPARSE_MLA = Op(
             dsl="tilelang",
             kernel="deeptwin.kernels.tilelang_ops.sparse_mla_sm90:sparse_mla_program",
             launch="deeptwin.parity.builds.launches.dsa_tilelang:sm90_records_h128",
-            expect={"sm90": Expect(mma="wgmma")},
+            expect={
+                "sm90": Expect(
+                    mma="wgmma", max_stack=96, reason="the sums leave 88 registers to who brings; 24 words spill"
+                )
+            },
         ),
     ),
     peers=(

@@ -914,7 +914,9 @@ DECODE = Op(
             dsl="tilelang",
             kernel="deeptwin.kernels.tilelang_ops.mla_sm90:decode_program",
             launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128",
-            expect={"sm90": Expect(mma="wgmma")},
+            expect={
+                "sm90": Expect(mma="wgmma", max_stack=56, reason="addresses of rows of a last page that is not full")
+            },
         ),
         BuildCase(
             name="tilelang-specialised-combine",
