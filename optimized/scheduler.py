@@ -7,6 +7,7 @@ lie in blocks, so that a wrong slot, a lost token or a late correction changes t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -728,9 +729,11 @@ class Ranks:
                 [bool(plan.items) for _, plan in prompts],
             )
         )
-        if _last_kind(self.votes, self.ranks[0].scheduler.config) is StepKind.PROMPT:
+        config = self.ranks[0].scheduler.config
+        if _last_kind(self.votes, config) is StepKind.PROMPT:
             self.votes, chosen = [], prompts
         else:
+            self._forget_votes(config)
             # requests that ended in the queue, or never fit, have left it even if nobody was chosen
             states = [
                 rank.state if plan.items else state for rank, (state, plan) in zip(self.ranks, prompts, strict=True)
@@ -744,6 +747,12 @@ class Ranks:
             watch(rank, plan)
         self.steps += 1
         return settled
+
+    def _forget_votes(self, config: SchedulerConfig) -> None:
+        """A kind depends on the number of votes by its remainders alone, so a whole period of failed ones may go."""
+        period = math.lcm(config.all_interval, config.any_interval)
+        if len(self.votes) > 2 * period:
+            del self.votes[:period]
 
 
 def streams_stepwise(

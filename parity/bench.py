@@ -79,7 +79,8 @@ class Timing:
     tflops: float | None = None  # these rates are of the shorter of the two times
     gbs: float | None = None
     ceiling: float | None = None  # share of the tighter of the two ceilings
-    ratio: float | None = None  # time of the fastest other candidate over this one's: above 1 is faster
+    ratio: float | None = None  # cold time of the fastest other candidate over this one's: above 1 is faster
+    graph_ratio: float | None = None  # the same of the graph times, in which a host's launches have no part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,12 +239,18 @@ def _rated(timing: Timing, bench: Bench, ceilings: Ceilings) -> Timing:
 
 
 def _compared(timings: list[Timing]) -> list[Timing]:
-    """Each with the ratio of the fastest other candidate's time to its own, like with like: cold to cold."""
+    """Each with the ratios of the fastest other candidate's times to its own, like with like."""
     found = []
     for one in timings:
-        others = [x.ms for x in timings if x.candidate != one.candidate and x.ms]
-        found.append(replace(one, ratio=min(others) / one.ms) if others and one.ms else one)
+        others = [x for x in timings if x.candidate != one.candidate]
+        cold, graph = _ratio([x.ms for x in others], one.ms), _ratio([x.graph_ms for x in others], one.graph_ms)
+        found.append(replace(one, ratio=cold, graph_ratio=graph))
     return found
+
+
+def _ratio(others: Sequence[float | None], own: float | None) -> float | None:
+    timed = [ms for ms in others if ms]
+    return min(timed) / own if timed and own else None
 
 
 def _apart(pending: Sequence[Bench], ceilings: Ceilings, timeout: float) -> tuple[list[list[Timing]], str]:
@@ -290,9 +297,11 @@ def regressions(rows: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[st
 
 def show(console: Console, bench: str, rows: Sequence[Timing]) -> None:
     """Print one bench as a table."""
-    table = Table(bench, "verdict", "budget", "ms", "graph ms", "TFLOP/s", "GB/s", "of ceiling", "ratio", box=None)
+    titles = ("verdict", "budget", "ms", "graph ms", "TFLOP/s", "GB/s", "of ceiling", "ratio", "graph ratio")
+    table = Table(bench, *titles, box=None)
     for row in rows:
-        numbers = (row.budget_used, row.ms, row.graph_ms, row.tflops, row.gbs, row.ceiling, row.ratio)
+        rates = (row.tflops, row.gbs, row.ceiling, row.ratio, row.graph_ratio)
+        numbers = (row.budget_used, row.ms, row.graph_ms, *rates)
         table.add_row(row.candidate, row.status, *("-" if x is None else f"{x:.3g}" for x in numbers))
     console.print(table)
     for row in rows:

@@ -66,9 +66,16 @@ def test_a_time_becomes_rates_and_the_share_of_the_tighter_ceiling() -> None:
     assert bench._rated(unrun, one, CEILINGS) == unrun
 
 
-def test_the_ratio_is_to_the_fastest_other_candidate_cold_against_cold() -> None:
-    rows = [ROW, replace(ROW, candidate="peer", ms=0.1), replace(ROW, candidate="absent", ms=None)]
-    assert [row.ratio for row in bench._compared(rows)] == [pytest.approx(0.5), pytest.approx(2.0), None]
+def test_ratios_are_to_the_fastest_other_candidate_cold_to_cold_and_graph_to_graph() -> None:
+    own = replace(ROW, ms=0.2, graph_ms=0.02)
+    rows = [
+        own,
+        replace(own, candidate="peer", ms=0.1, graph_ms=0.03),
+        replace(own, candidate="absent", ms=None, graph_ms=None),
+    ]
+    found = bench._compared(rows)
+    assert [row.ratio for row in found] == [pytest.approx(0.5), pytest.approx(2.0), None]
+    assert [row.graph_ratio for row in found] == [pytest.approx(1.5), pytest.approx(1 / 1.5), None]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deeptwin.optimized.scheduler import (
+    EngineState,
+    Item,
+    Rank,
+    Ranks,
     Request,
     Scheduler,
+    StepPlan,
     ToyDevice,
     decode_step_vectorised,
     prefill_step_vectorised,
@@ -35,6 +40,7 @@ from deeptwin.reference.config import (
     Precision,
     RunningBatch,
     SchedulerConfig,
+    StepKind,
     ToyModel,
     WaitingQueue,
 )
@@ -341,6 +347,51 @@ def test_the_watcher_sees_a_broken_engine() -> None:
     watcher = Watcher()
     streams_stepwise(**inputs, watch=watcher)
     assert watcher.faults == []
+
+
+class Scripted(Scheduler):
+    """Has work and finds a chunk as a script says."""
+
+    def __init__(self, config: SchedulerConfig, ready: list[bool], found: list[bool]) -> None:
+        super().__init__(config, eos=0)
+        self.ready, self.found = ready, found
+
+    def prompt_step(self, state: EngineState, step: int) -> tuple[EngineState, StepPlan]:
+        item = Item(id=0, rows=1, keys=1, blocks=())
+        return state, StepPlan(step=step, kind=StepKind.PROMPT, items=(item,) * self.found[step])
+
+    def decode_step(self, state: EngineState, step: int) -> tuple[EngineState, StepPlan]:
+        return state, StepPlan(step=step, kind=StepKind.DECODE)
+
+
+class Unrun(Rank):
+    """Takes its next step as read."""
+
+    def run(self, plan: StepPlan, state: EngineState) -> list[Any]:
+        assert isinstance(self.scheduler, Scripted)
+        ready = plan.step + 1 < len(self.scheduler.ready) and self.scheduler.ready[plan.step + 1]
+        self.state = replace(state, waiting=(0,) * ready)
+        return []
+
+
+@pytest.mark.parametrize("intervals", [(1, 2), (3, 4), (4, 6)])
+def test_old_votes_are_forgotten_and_no_step_changes_its_kind(intervals: tuple[int, int]) -> None:
+    config = replace(BASE, all_interval=intervals[0], any_interval=intervals[1])
+    steps, period = 400, np.lcm(*intervals)
+    draws = np.random.Generator(np.random.Philox(intervals[1]))
+    # long stretches without a prompt step, and work that no chunk is found for
+    ready_td, found_td = torch.from_numpy(draws.random((2, steps, 1)) < 0.2).unbind(0)
+    scheduler = Scripted(config, ready_td[:, 0].tolist(), found_td[:, 0].tolist())
+    state = EngineState(waiting=(0,) * bool(ready_td[0]), free=tuple(range(30)))
+    ranks = Ranks([Unrun(scheduler=scheduler, device=ToyDevice(ToyModel(vocab_size=9, eos=-1), config), state=state)])
+    kinds, longest = [], 0
+    for _ in range(steps):
+        ranks.step(lambda rank, plan: kinds.append(int(plan.kind)))
+        longest = max(longest, len(ranks.votes))
+    free_td = torch.full((steps, 1), config.num_blocks - 1, dtype=torch.int32)
+    assert kinds == step_kinds(ready_td, free_td, found_td, config=config).tolist()
+    assert sum(kinds) > 3
+    assert longest == 2 * period
 
 
 def test_rates_are_two_steps_old() -> None:
