@@ -250,8 +250,7 @@ def two_cache_attn_tilelang(
         TypeError: queries or rows are not bfloat16, pages are not uint8, indices are not int32, the sink is not
             float32, or `dtype` is not bfloat16 or float32.
         NotImplementedError: an output that is not bf16, heads that are no multiple of 64, other records than those of
-            512 channels, pages whose records do not follow one another or begin at odd places, caches from 32 GiB
-            on, or no SM90.
+            512 channels, pages whose records do not follow one another or begin at odd places, or no SM90.
     """
     expect_shape("window_sd", window_sd, "sd", {"d": caches.main.width})
     expect_dtype("window_sd", window_sd, torch.bfloat16)
@@ -331,8 +330,6 @@ def _expect_pages(name: str, pages: Tensor) -> None:
     """Pages that are read sixteen bytes at a time, by their bytes in order."""
     if pages.stride()[1:] != (pages.shape[2], 1) or pages.stride(0) % 16 or pages.data_ptr() % 16:
         raise NotImplementedError(f"{name}: expected pages of records in order, got strides {pages.stride()}")
-    if len(pages) * pages.stride(0) >= 2**35:
-        raise NotImplementedError(f"{name}: expected a cache below 32 GiB, got {len(pages) * pages.stride(0)} bytes")
 
 
 def _expect_sm90(q_thd: Tensor) -> None:

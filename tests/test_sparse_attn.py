@@ -516,13 +516,11 @@ def test_the_kernel_of_two_caches_with_specialised_warps_declines(decode: bool) 
     function = two_cache_attn_decode_tilelang if decode else two_cache_attn_tilelang
     given = wide_pair(decode)
     odd = torch.zeros(3, 8 * 288 + 8, dtype=torch.uint8)[:, : 8 * 288].unflatten(1, (8, 288))
-    vast = torch.empty(15_000_000, 8, 288, dtype=torch.uint8, device="meta")
     for message, inputs in {
         "dtype: expected bfloat16": wide_pair(decode, dtype="fp32"),
         "q_thd: expected 64·n heads of 512, got 2 of 512": wide_pair(decode, heads=2),
         "q_thd: expected 64·n heads of 512, got 64 of 64": wide_pair(decode, channels=64),
         "main_pow: expected pages of records in order": given | {"main_pow": odd},
-        "main_pow: expected a cache below 32 GiB": given | {"main_pow": vast},
         "q_thd: expected a tensor on SM90, got one on cpu": given,
     }.items():
         with pytest.raises(NotImplementedError, match=f"^{message}"):

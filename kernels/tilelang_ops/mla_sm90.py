@@ -2,8 +2,7 @@
 
 Keys are cut into splits of 2048, whatever the batch. A program owns one query token, one tile of heads and one split,
 and leaves sums in fp32 that a second kernel merges; or, where tokens alone fill the chip, it walks all splits of its
-row and merges them itself, in the same order and by the same instructions; or, where there are few of both, the
-programs of `mla_few_sm90.py` take its place. A row has the same bits in any of these forms.
+row and merges them itself, in the same order and by the same instructions. So a row has the same bits either way.
 """
 
 # mypy: disable-error-code="valid-type"
@@ -15,10 +14,7 @@ import tilelang
 import torch
 from tilelang import language as T
 
-from .mla_few_sm90 import scores, values
-from .pages_sm90 import SPLIT, bring_keys
 from .roles_sm90 import (
-    EXP2,
     GROUP,
     HALF,
     HEADS,
@@ -31,14 +27,16 @@ from .roles_sm90 import (
     VALUES,
     Roles,
     first_group,
+    name_keys,
     read_queries,
+    read_rows,
     scale_sums,
     second_group,
     shared_memory,
 )
 
-ENOUGH = 96  # programs that fill the chip
-NARROW, WIDE = 64, 128  # channels of a slice
+SPLIT = 2048  # keys; an even number of pairs of blocks, so that the phases of barriers go on from split to split
+ENOUGH = 96  # programs that fill the chip without splits
 
 
 @T.macro
@@ -70,7 +68,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
     if width not in (512, 576):
         raise NotImplementedError(f"width: expected 512 or 576, got {width}")
     tail, tiles = width - VALUES, num_heads // HEADS
-    lanes, passes = roles.lanes, KEYS // roles.step
+    step, lanes = roles.step, roles.lanes
     tokens, requests, columns, pages = T.dynamic("tokens, requests, columns, pages")
     page_stride, table_stride, parts = T.dynamic("page_stride, table_stride, parts")
 
@@ -104,7 +102,6 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
         queries: T.int32,
     ):
         with T.Kernel(tokens * tiles, 1 if chained else parts, threads=THREADS) as (program, part):
-            T.import_source(EXP2)
             shared = shared_memory(tail)
             left = T.alloc_fragment((HEADS, HALF), T.float32)
             right = T.alloc_fragment((HEADS, HALF), T.float32)
@@ -120,16 +117,14 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
             block_top_right = T.alloc_fragment((HEADS,), T.float32)
             block_total = T.alloc_fragment((HEADS,), T.float32)
             block_total_right = T.alloc_fragment((HEADS,), T.float32)
-            weight = T.alloc_fragment((HEADS, KEYS), T.bfloat16)
-            weight_right = T.alloc_fragment((HEADS, KEYS), T.bfloat16)
+            own = T.alloc_fragment((HEADS,), T.float32)
             run_top = T.alloc_fragment((HEADS,), T.float32)
             run_top_right = T.alloc_fragment((HEADS,), T.float32)
             run_total = T.alloc_fragment((HEADS,), T.float32)
             run_total_right = T.alloc_fragment((HEADS,), T.float32)
-            row = T.alloc_local((passes,), T.int32)
-            page = T.alloc_local((passes,), T.int32)
-            slot = T.alloc_local((passes,), T.int32)
-            used = T.alloc_local((2,), T.int32)
+            row = T.alloc_local((KEYS // step,), T.int32)
+            page = T.alloc_local((KEYS // step,), T.int32)
+            slot = T.alloc_local((KEYS // step,), T.int32)
 
             # 1. which token, heads and splits this program owns; the queries are the last positions of a request
             token = program // tiles
@@ -150,21 +145,7 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                 for split in T.serial(last_split - first_split):
                     blocks = T.ceildiv(T.min(end - (first_split + split) * SPLIT, SPLIT), KEYS)
                     first_group(
-                        shared,
-                        blocks,
-                        scale_log2,
-                        left,
-                        score,
-                        weight,
-                        top,
-                        total,
-                        shrink,
-                        block_top,
-                        block_total,
-                        split,
-                        tail,
-                        False,
-                        False,
+                        shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail, False
                     )
                     if chained:
                         merge_split(
@@ -192,8 +173,8 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                         lse_th[token, head0 + h] = (run_top[h] + T.log2(run_total[h])) * LN_2
                     invert(run_total, shrink)
                     scale_sums(left, shrink)
-                    T.copy(left, shared.q[0, :, :])
-                    T.copy(shared.q[0, :, :], out_thu[token, head0 : head0 + HEADS, 0:HALF])
+                    T.copy(left, shared.q_left)
+                    T.copy(shared.q_left, out_thu[token, head0 : head0 + HEADS, 0:HALF])
             elif thread < 2 * GROUP:
                 # 3. odd blocks, the right half
                 T.set_max_nreg(roles.multiply, 1)
@@ -208,15 +189,13 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                         scale_log2,
                         right,
                         score_right,
-                        weight_right,
                         top_right,
                         total_right,
                         shrink_right,
                         block_top_right,
                         block_total_right,
-                        split,
+                        own,
                         tail,
-                        False,
                         False,
                     )
                     if chained:
@@ -240,32 +219,44 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                 if chained:
                     invert(run_total_right, shrink_right)
                     scale_sums(right, shrink_right)
-                    T.copy(right, shared.q[1, :, :])
-                    T.copy(shared.q[1, :, :], out_thu[token, head0 : head0 + HEADS, HALF:VALUES])
+                    T.copy(right, shared.q_right)
+                    T.copy(shared.q_right, out_thu[token, head0 : head0 + HEADS, HALF:VALUES])
             else:
                 # 4. the queries, then the keys of block after block
                 T.set_max_nreg(roles.bring, 0)
                 lane = (thread - 2 * GROUP) % lanes
                 first = (thread - 2 * GROUP) // lanes
                 read_queries(q_thd, token, head0, shared, first, lane, tail, lanes)
-                start = first_split * SPLIT
-                bring_keys(
-                    cache_pod,
-                    table_bp,
-                    shared,
-                    request,
-                    start,
-                    T.min(end, last_split * SPLIT) - start,
-                    pages,
-                    used,
-                    row,
-                    page,
-                    slot,
-                    first,
-                    lane,
-                    tail,
-                    lanes,
-                )
+                for block in T.serial(T.ceildiv(T.min(end, last_split * SPLIT) - first_split * SPLIT, KEYS)):
+                    now = block % 2
+                    at = first_split * SPLIT + block * KEYS
+                    named = table_bp[request, at // KEYS]
+                    used = T.if_then_else(named < pages, named, -1)
+                    for g in T.unroll(KEYS // step):
+                        row[g] = T.if_then_else(at + g * step + first < end, used, -1)
+                        page[g] = T.max(used, 0)
+                        slot[g] = g * step + first
+                    T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
+                    name_keys(shared, now, row, first, lane, lanes)
+                    if used >= 0 and at + KEYS <= end:
+                        T.tma_copy(
+                            cache_pod[used, :, 0:HALF], shared.key_left[now, :, :], barrier=shared.left_ready[now]
+                        )
+                        T.barrier_arrive(shared.left_ready[now])
+                        T.tma_copy(
+                            cache_pod[used, :, HALF:VALUES],
+                            shared.key_right[now, :, :],
+                            barrier=shared.right_ready[now],
+                        )
+                        if tail:
+                            T.tma_copy(
+                                cache_pod[used, :, VALUES:width],
+                                shared.key_tail[now, :, :],
+                                barrier=shared.right_ready[now],
+                            )
+                        T.barrier_arrive(shared.right_ready[now])
+                    else:
+                        read_rows(cache_pod, shared, now, row, page, slot, first, lane, tail, False, lanes)
 
     return mla_decode
 
@@ -330,12 +321,9 @@ def mla_decode(
     lengths_b: torch.Tensor,
     *,
     scale: float,
-    form: str | None = None,
+    chained: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Build once for the heads and widths, and launch; rows of a page follow one another.
-
-    `form`: a program walks whole "rows", or "splits", or sums "slices" of channels; left out, as fills the chip.
-    """
+    """Build once for the heads and widths, and launch; rows of a page follow one another."""
     requests, queries, num_heads, width = q_bthd.shape
     tokens = requests * queries
     q_thd = q_bthd.reshape(tokens, num_heads, width)
@@ -347,23 +335,25 @@ def mla_decode(
     if block_table_bp.shape[1] == 0:  # a program takes no empty argument; no request is so short that this shows
         block_table_bp = block_table_bp.new_full((requests, 1), -1)
     # from the width of the table, known on the host; splits beyond a request's length are never looked at
-    columns = block_table_bp.shape[1]
-    parts = -(-columns * KEYS // SPLIT)
-    tiles = tokens * num_heads // HEADS
-    if form is None:
-        form = "rows" if tiles >= ENOUGH else "splits" if tiles * parts >= ENOUGH else "slices"
-    kept = 1 if form == "rows" else parts
+    parts = max(1, -(-block_table_bp.shape[1] * cache_pod.shape[1] // SPLIT))
+    if chained is None:
+        chained = parts == 1 or tokens * num_heads // HEADS >= ENOUGH
+    kept = 1 if chained else parts
     part_ithu = torch.empty(kept, tokens, num_heads, VALUES, dtype=torch.float32, device=q_bthd.device)
     state_2ith = torch.empty(2, kept, tokens, num_heads, dtype=torch.float32, device=q_bthd.device)
-    pages = (cache_pod, block_table_bp, lengths_b)
-    if form == "slices":
-        score_tjhi = torch.empty(tokens, columns, num_heads, KEYS, dtype=torch.float32, device=q_bthd.device)
-        scores(num_heads, width)(q_thd, *pages, score_tjhi, queries)
-        span = NARROW if tiles * parts * (VALUES // WIDE) < ENOUGH else WIDE
-        values(num_heads, width, span)(*pages, score_tjhi, part_ithu, state_2ith, scale * LOG2_E, queries)
-    else:
-        kernel = _compiled(num_heads, width, form == "rows")
-        kernel(q_thd, *pages, part_ithu, state_2ith, out_thu, lse_th, scale * LOG2_E, queries)
-    if form != "rows":
+    kernel = _compiled(num_heads, width, chained)
+    kernel(
+        q_thd,
+        cache_pod,
+        block_table_bp,
+        lengths_b,
+        part_ithu,
+        state_2ith,
+        out_thu,
+        lse_th,
+        scale * LOG2_E,
+        queries,
+    )
+    if not chained:
         _combine(num_heads)(part_ithu, state_2ith, lengths_b, out_thu, lse_th, queries)
     return out_thu.view(*shape, VALUES), lse_th.view(shape)

@@ -2,12 +2,10 @@
 
 Blocks of 64 keys go through two buffers, the even ones through the first, the odd ones through the second. The first
 group scores the even blocks and keeps the left half of the values, the second group the odd ones and the right half:
-each has 64 x 256 sums in registers. A group multiplies its own block first, from registers, and the other's after it,
-from shared memory; so each half of a buffer is free, and fills again, while the other halves are still in use.
+each has 64 x 256 sums in registers, and while one is at its softmax the other multiplies. Weights, the factor by which
+earlier sums shrink, and the running maximum and total pass from block to block through shared memory.
 
-The first group weighs the even block against the maximum so far, the second the odd one against that of both; for the
-right half the even weights are brought to the latter before they are rounded. What is summed, and in which order, is
-fixed by the place of a key in its list alone: base-2 online softmax, weights rounded unnormalised.
+A row is summed in the order of its blocks, whoever scores them: base-2 online softmax, weights rounded unnormalised.
 """
 
 # mypy: disable-error-code="valid-type"
@@ -35,8 +33,8 @@ PASS_CONFIGS = {PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
 class Roles:
     """Registers of a thread of each role, which may add up to 504; `lanes` threads bring one row between them."""
 
-    multiply: int = 216
-    bring: int = 72
+    multiply: int = 208
+    bring: int = 88
     lanes: int = 8
 
     @property
@@ -46,65 +44,56 @@ class Roles:
 
 
 class Shared(NamedTuple):
-    """Shared memory of a program, and its barriers; of two halves the first is the left one."""
+    """Shared memory of a program, and its barriers."""
 
-    q: Any  # half, head, channel
+    q_left: Any
+    q_right: Any
     q_tail: Any
-    key: Any  # half, buffer, key, channel
+    key_left: Any
+    key_right: Any
     key_tail: Any
-    weight: Any  # of the even and of the odd block, for the other group
-    state: Any  # maximum after the even block, after the odd one; total of the even blocks, of the odd ones
+    weight: Any
+    state: Any  # factor, maximum and total of the last block
     is_key: Any
     q_ready: Any
-    ready: Any  # of half of a buffer, by `half_of`
-    tail_ready: Any
-    free: Any
+    left_ready: Any
+    right_ready: Any
+    key_free: Any
     named: Any
-    top_ready: Any
-    scored: Any
     weight_ready: Any
-    total_ready: Any
-
-
-def half_of(half, now):
-    """Which barrier is that of half a buffer."""
-    return half * 2 + now
+    weight_free: Any
 
 
 def shared_memory(tail: int) -> Shared:
     """Allocate it, for keys with `tail` channels behind the values."""
-    q = T.alloc_shared((2, HEADS, HALF), T.bfloat16)
-    # the channels behind the values are needed no more when the weights of their block are left
-    rest = T.alloc_shared((2, KEYS, tail or KEYS), T.bfloat16)
+    q_left = T.alloc_shared((HEADS, HALF), T.bfloat16)
+    key_left = T.alloc_shared((2, KEYS, HALF), T.bfloat16)
     return Shared(
-        q=q,
-        q_tail=T.alloc_shared((HEADS, tail), T.bfloat16) if tail else q,
-        key=T.alloc_shared((2, 2, KEYS, HALF), T.bfloat16),
-        key_tail=rest,
-        weight=rest,
-        state=T.alloc_shared((4, HEADS), T.float32),
+        q_left=q_left,
+        q_right=T.alloc_shared((HEADS, HALF), T.bfloat16),
+        q_tail=T.alloc_shared((HEADS, tail), T.bfloat16) if tail else q_left,
+        key_left=key_left,
+        key_right=T.alloc_shared((2, KEYS, HALF), T.bfloat16),
+        key_tail=T.alloc_shared((2, KEYS, tail), T.bfloat16) if tail else key_left,
+        weight=T.alloc_shared((HEADS, KEYS), T.bfloat16),
+        state=T.alloc_shared((3, HEADS), T.float32),
         is_key=T.alloc_shared((2, KEYS), T.int32),
         q_ready=T.alloc_barrier(GROUP),
-        ready=T.alloc_barrier([GROUP] * 4),
-        tail_ready=T.alloc_barrier([GROUP, GROUP]),
-        # by who sums a half, and by who scores it where that is another group
-        free=T.alloc_barrier([GROUP, 2 * GROUP, 2 * GROUP, GROUP]),
+        left_ready=T.alloc_barrier([GROUP, GROUP]),
+        right_ready=T.alloc_barrier([GROUP, GROUP]),
+        key_free=T.alloc_barrier([2 * GROUP, 2 * GROUP]),
         named=T.alloc_barrier([GROUP, GROUP]),  # `is_key` is written by ordinary stores
-        top_ready=T.alloc_barrier(GROUP),
-        scored=T.alloc_barrier(GROUP),
         weight_ready=T.alloc_barrier([GROUP, GROUP]),
-        total_ready=T.alloc_barrier([GROUP, GROUP]),
+        weight_free=T.alloc_barrier([GROUP, GROUP]),
     )
 
 
-# the instruction that a power of two is, without the care for results below 2^-126, which become zero
-EXP2 = """
-__device__ __forceinline__ float dt_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-"""
+@T.macro
+def read_query(q_thd, token, head, target, h, lane, first, span, lanes):
+    """Copy `span` channels of a query from channel `first` on."""
+    for u in T.unroll(span // (8 * lanes)):
+        at = lane * 8 + u * 8 * lanes
+        T.ptx_cp_async(T.access_ptr(target[h, at], "w", 8), T.access_ptr(q_thd[token, head, first + at], "r", 8), 8)
 
 
 @T.macro
@@ -112,145 +101,125 @@ def read_queries(q_thd, token, head0, shared, row, lane, tail, lanes):
     """Bring the queries of a program."""
     for g in T.unroll(HEADS // (GROUP // lanes)):
         h = g * (GROUP // lanes) + row
-        for u in T.unroll(VALUES // (8 * lanes)):
-            at = lane * 8 + u * 8 * lanes
-            T.ptx_cp_async(
-                T.access_ptr(shared.q[at // HALF, h, at % HALF], "w", 8),
-                T.access_ptr(q_thd[token, head0 + h, at], "r", 8),
-                8,
-            )
+        read_query(q_thd, token, head0 + h, shared.q_left, h, lane, 0, HALF, lanes)
+        read_query(q_thd, token, head0 + h, shared.q_right, h, lane, HALF, HALF, lanes)
         if tail:
-            for u in T.unroll(tail // (8 * lanes)):
-                at = lane * 8 + u * 8 * lanes
-                T.ptx_cp_async(
-                    T.access_ptr(shared.q_tail[h, at], "w", 8),
-                    T.access_ptr(q_thd[token, head0 + h, VALUES + at], "r", 8),
-                    8,
-                )
+            read_query(q_thd, token, head0 + h, shared.q_tail, h, lane, VALUES, tail, lanes)
     T.fence_proxy_async()
     T.cp_async_barrier_noinc(shared.q_ready)
 
 
 @T.macro
-def tell_copied(ready, i, loose):
-    """Arrive at a barrier with the copies that this thread has started.
+def read_span(kv_pod, row, page, slot, target, now, j, lane, first, span, lanes):
+    """Copy `span` channels of a row from channel `first` on; the row -1 becomes zeros."""
+    for u in T.unroll(span // (8 * lanes)):
+        at = lane * 8 + u * 8 * lanes
+        T.ptx_cp_async(
+            T.access_ptr(target[now, j, at], "w", 8),
+            T.access_ptr(kv_pod[page, slot, first + at], "r", 8),
+            8,
+            row >= 0,
+        )
 
-    `loose`: they arrive by themselves, and whoever multiplies what was copied has to fence.
-    """
+
+@T.macro
+def tell_copied(ready, now, loose):
+    """Arrive at a barrier with the copies that this thread has started."""
     if loose:
-        T.cp_async_barrier_noinc(ready[i])
+        T.cp_async_barrier_noinc(ready[now])
     else:
         T.ptx_commit_group()
         T.ptx_wait_group(0)
         T.fence_proxy_async()
-        T.barrier_arrive(ready[i])
+        T.barrier_arrive(ready[now])
 
 
 @T.macro
-def read_half(kv_pod, shared, half, now, row, page, slot, place, first, lane, loose, lanes):
-    """Bring half a block of rows, each thread a part of as many as `lanes` threads share one, `row` from `place` on.
+def read_rows(kv_pod, shared, now, row, page, slot, first_row, lane, tail, loose, lanes):
+    """Bring a block of rows, each thread a part of as many as `lanes` threads share one.
 
-    The row -1 becomes zeros.
+    `loose`: the copies arrive by themselves, and whoever multiplies their rows has to fence.
     """
     for g in T.unroll(KEYS // (GROUP // lanes)):
-        j, i = g * (GROUP // lanes) + first, place + g
-        for u in T.unroll(HALF // (8 * lanes)):
-            at = lane * 8 + u * 8 * lanes
-            T.ptx_cp_async(
-                T.access_ptr(shared.key[half, now, j, at], "w", 8),
-                T.access_ptr(kv_pod[page[i], slot[i], half * HALF + at], "r", 8),
-                8,
-                row[i] >= 0,
-            )
-    tell_copied(shared.ready, half_of(half, now), loose)
-
-
-@T.macro
-def read_tail(kv_pod, shared, now, row, page, slot, place, first, lane, tail, loose, lanes):
-    """Bring the channels behind the values of a block of rows, as `read_half`."""
+        read_span(
+            kv_pod,
+            row[g],
+            page[g],
+            slot[g],
+            shared.key_left,
+            now,
+            g * (GROUP // lanes) + first_row,
+            lane,
+            0,
+            HALF,
+            lanes,
+        )
+    tell_copied(shared.left_ready, now, loose)
     for g in T.unroll(KEYS // (GROUP // lanes)):
-        j, i = g * (GROUP // lanes) + first, place + g
-        for u in T.unroll(tail // (8 * lanes)):
-            at = lane * 8 + u * 8 * lanes
-            T.ptx_cp_async(
-                T.access_ptr(shared.key_tail[now, j, at], "w", 8),
-                T.access_ptr(kv_pod[page[i], slot[i], VALUES + at], "r", 8),
-                8,
-                row[i] >= 0,
-            )
-    tell_copied(shared.tail_ready, now, loose)
+        j = g * (GROUP // lanes) + first_row
+        read_span(kv_pod, row[g], page[g], slot[g], shared.key_right, now, j, lane, HALF, HALF, lanes)
+        if tail:
+            read_span(kv_pod, row[g], page[g], slot[g], shared.key_tail, now, j, lane, VALUES, tail, lanes)
+    tell_copied(shared.right_ready, now, loose)
 
 
 @T.macro
-def name_keys(shared, now, row, place, first, lane, lanes):
+def name_keys(shared, now, row, first_row, lane, lanes):
     """Say which rows of a block are keys."""
     for g in T.unroll(KEYS // (GROUP // lanes)):
         if lane == 0:
-            shared.is_key[now, g * (GROUP // lanes) + first] = T.if_then_else(row[place + g] >= 0, 1, 0)
+            shared.is_key[now, g * (GROUP // lanes) + first_row] = T.if_then_else(row[g] >= 0, 1, 0)
     T.barrier_arrive(shared.named[now])
 
 
 @T.macro
-def score_half(shared, half, now, phase, score, fresh, loose):
-    """Start the product of queries with half a block."""
-    T.barrier_wait(shared.ready[half_of(half, now)], phase)
+def score_block(shared, now, phase, score, block_top, scale_log2, tail, loose):
+    """Scores of a block in base 2, -inf where there is no key, and their maxima."""
+    T.barrier_wait(shared.left_ready[now], phase)
     if loose:
         T.fence_proxy_async()
-    T.wgmma_gemm(shared.q[half, :, :], shared.key[half, now, :, :], score, transpose_B=True, clear_accum=fresh)
-
-
-@T.macro
-def score_block(shared, now, phase, score, tail, loose, loose_tail):
-    """Scores of a block, which begin with the half that comes first."""
-    score_half(shared, now, now, phase, score, True, loose)
-    score_half(shared, 1 - now, now, phase, score, False, loose)
+    T.wgmma_gemm(shared.q_left, shared.key_left[now, :, :], score, transpose_B=True, clear_accum=True)
+    T.barrier_wait(shared.right_ready[now], phase)
+    if loose:
+        T.fence_proxy_async()
+    T.wgmma_gemm(shared.q_right, shared.key_right[now, :, :], score, transpose_B=True)
     if tail:
-        T.barrier_wait(shared.tail_ready[now], phase)
-        if loose_tail:
-            T.fence_proxy_async()
         T.wgmma_gemm(shared.q_tail, shared.key_tail[now, :, :], score, transpose_B=True)
     T.wait_wgmma(0)
-    T.barrier_arrive(shared.free[half_of(1 - now, now)])
-
-
-@T.macro
-def find_top(score, block_top, scale_log2):
-    """Maxima of scores, in base 2."""
-    T.reduce_max(score, block_top, dim=1)
-    for h in T.Parallel(HEADS):
-        block_top[h] = T.ieee_mul(block_top[h], scale_log2)
-
-
-@T.macro
-def mask_block(shared, now, phase, score):
-    """Scores of a block, -inf where there is no key."""
     T.barrier_wait(shared.named[now], phase)
     for h, j in T.Parallel(HEADS, KEYS):
-        score[h, j] = T.if_then_else(shared.is_key[now, j] != 0, score[h, j], -T.infinity(T.float32))
+        score[h, j] = T.if_then_else(shared.is_key[now, j] != 0, score[h, j] * scale_log2, -T.infinity(T.float32))
+    T.reduce_max(score, block_top, dim=1)
 
 
 @T.macro
-def raise_top(top, new_top, shrink):
-    """Let `new_top` be the maximum, and `shrink` the factor of what was summed against the old one."""
+def weigh_block(score, block_top, top, block_total):
+    """Weights of a block and their sum, against the larger of its maximum and `top`, which becomes its maximum."""
     for h in T.Parallel(HEADS):
-        shrink[h] = T.exp2(top[h] - new_top[h])
-        top[h] = new_top[h]
-
-
-@T.macro
-def weigh_block(score, weight, top, scale_log2):
-    """Weights of a block against `top`, also as they are multiplied."""
+        block_top[h] = T.max(top[h], block_top[h])
     for h, j in T.Parallel(HEADS, KEYS):
-        score[h, j] = T.call_extern("float32", "dt_exp2", T.ieee_fmaf(score[h, j], scale_log2, -top[h]))
-    T.copy(score, weight)
+        score[h, j] = T.exp2(score[h, j] - block_top[h])
+    T.reduce_sum(score, block_total, dim=1)
 
 
 @T.macro
-def count_block(score, total, shrink, block_total):
-    """Add the weights of a block to the total."""
-    T.reduce_sum(score, block_total, dim=1)
-    for h in T.Parallel(HEADS):
-        total[h] = T.ieee_fmaf(total[h], shrink[h], block_total[h])
+def publish_block(shared, now, score, top, total, shrink):
+    """Leave weights, factor, maximum and total of a block to the other group."""
+    T.copy(score, shared.weight)
+    T.copy(shrink, shared.state[0, :])
+    T.copy(top, shared.state[1, :])
+    T.copy(total, shared.state[2, :])
+    T.fence_proxy_async()
+    T.barrier_arrive(shared.weight_ready[now])
+
+
+@T.macro
+def take_block(shared, now, phase, top, total, shrink):
+    """Wait for what the other group leaves."""
+    T.barrier_wait(shared.weight_ready[now], phase)
+    T.copy(shared.state[0, :], shrink)
+    T.copy(shared.state[1, :], top)
+    T.copy(shared.state[2, :], total)
 
 
 @T.macro
@@ -261,48 +230,18 @@ def scale_sums(sums, shrink):
 
 
 @T.macro
-def leave_weights(shared, now, weight, scored, phase):
-    """Leave weights to the other group, where the block's channels behind the values have been scored."""
-    T.barrier_wait(scored, phase)
-    T.copy(weight, shared.weight[now, :, :])
-    T.fence_proxy_async()
-    T.barrier_arrive(shared.weight_ready[now])
-
-
-@T.macro
-def add_other(shared, now, half, phase, sums, loose):
-    """Add the product of the weights that the other group left with a half of their block."""
+def add_values(shared, now, phase, key_half, half_ready, sums, loose):
+    """Start the product of the weights of a block with a half of its values."""
     T.barrier_wait(shared.weight_ready[now], phase)
-    T.barrier_wait(shared.ready[half_of(half, now)], phase)
+    T.barrier_wait(half_ready[now], phase)
     if loose:
         T.fence_proxy_async()
-    T.wgmma_gemm(shared.weight[now, :, :], shared.key[half, now, :, :], sums)
-    T.wait_wgmma(0)
-    T.barrier_arrive(shared.free[half_of(half, now)])
+    T.wgmma_gemm(shared.weight, key_half[now, :, :], sums)
 
 
 @T.macro
-def first_group(
-    shared,
-    blocks,
-    scale_log2,
-    left,
-    score,
-    weight,
-    top,
-    total,
-    shrink,
-    block_top,
-    block_total,
-    turn,
-    tail,
-    loose,
-    loose_tail,
-):
-    """Score the even blocks and sum the left half of the values; `top` and `total` end as those of the row.
-
-    `turn`: how many rows or splits this program has finished.
-    """
+def first_group(shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail, loose):
+    """Score the even blocks and sum the left half of the values; `top` and `total` end as those of the row."""
     T.fill(top, LOWEST)
     T.fill(total, 0.0)
     T.fill(left, 0.0)
@@ -310,61 +249,35 @@ def first_group(
     T.fence_proxy_async()
     for pair in T.serial(T.ceildiv(blocks, 2)):
         phase = pair % 2
-        score_block(shared, 0, phase, score, tail, loose, loose_tail)
-        mask_block(shared, 0, phase, score)
-        find_top(score, block_top, scale_log2)
+        score_block(shared, 0, phase, score, block_top, scale_log2, tail, loose)
+        weigh_block(score, block_top, top, block_total)
         for h in T.Parallel(HEADS):
-            block_top[h] = T.max(top[h], block_top[h])
-        raise_top(top, block_top, shrink)
-        T.copy(top, shared.state[0, :])
-        T.barrier_arrive(shared.top_ready)
-        weigh_block(score, weight, top, scale_log2)
+            shrink[h] = T.exp2(top[h] - block_top[h])
+            total[h] = total[h] * shrink[h] + block_total[h]
+            top[h] = block_top[h]
+        T.barrier_wait(shared.weight_free[1], phase ^ 1)  # the odd weights before
+        publish_block(shared, 0, score, top, total, shrink)
         scale_sums(left, shrink)
-        T.wgmma_gemm(weight, shared.key[0, 0, :, :], left)
-        count_block(score, total, shrink, block_total)
+        add_values(shared, 0, phase, shared.key_left, shared.left_ready, left, loose)
         T.wait_wgmma(0)
-        T.barrier_arrive(shared.free[half_of(0, 0)])
+        T.barrier_arrive(shared.weight_free[0])
+        T.barrier_arrive(shared.key_free[0])
         if pair * 2 + 1 < blocks:
-            T.barrier_wait(shared.weight_ready[1], phase)
-            T.copy(shared.state[1, :], block_top)
-            raise_top(top, block_top, shrink)
-            for h in T.Parallel(HEADS):
-                total[h] = total[h] * shrink[h]
-            for h, j in T.Parallel(HEADS, KEYS):
-                score[h, j] = score[h, j] * shrink[h]
-            T.copy(score, weight)
-            leave_weights(shared, 0, weight, shared.top_ready, phase)
+            take_block(shared, 1, phase, top, total, shrink)
             scale_sums(left, shrink)
-            add_other(shared, 1, 0, phase, left, loose)
-        else:
-            leave_weights(shared, 0, weight, shared.top_ready, phase)
-    T.copy(total, shared.state[2, :])
-    T.barrier_arrive(shared.total_ready[0])
-    T.barrier_wait(shared.total_ready[1], turn % 2)
-    T.copy(shared.state[3, :], block_total)
-    for h in T.Parallel(HEADS):
-        total[h] = total[h] + block_total[h]
+            add_values(shared, 1, phase, shared.key_left, shared.left_ready, left, loose)
+            T.wait_wgmma(0)
+            T.barrier_arrive(shared.key_free[1])
 
 
 @T.macro
 def second_group(
-    shared,
-    blocks,
-    scale_log2,
-    right,
-    score,
-    weight,
-    top,
-    total,
-    shrink,
-    block_top,
-    block_total,
-    turn,
-    tail,
-    loose,
-    loose_tail,
+    shared, blocks, scale_log2, right, score, top, total, shrink, block_top, block_total, own, tail, loose
 ):
-    """Score the odd blocks and sum the right half of the values; otherwise as `first_group`."""
+    """Score the odd blocks and sum the right half of the values.
+
+    Weights are taken before the maximum of the even block is known, and then brought to the larger of both by `own`.
+    """
     T.fill(top, LOWEST)
     T.fill(total, 0.0)
     T.fill(right, 0.0)
@@ -373,37 +286,29 @@ def second_group(
     for pair in T.serial(T.ceildiv(blocks, 2)):
         phase = pair % 2
         if pair * 2 + 1 < blocks:
-            score_block(shared, 1, phase, score, tail, loose, loose_tail)
-            T.barrier_arrive(shared.scored)
-            mask_block(shared, 1, phase, score)
-            find_top(score, block_top, scale_log2)
-            T.barrier_wait(shared.top_ready, phase)
-            T.copy(shared.state[0, :], block_total)
+            score_block(shared, 1, phase, score, block_top, scale_log2, tail, loose)
+            weigh_block(score, block_top, top, block_total)
+        take_block(shared, 0, phase, top, total, shrink)
+        scale_sums(right, shrink)
+        add_values(shared, 0, phase, shared.key_right, shared.right_ready, right, loose)
+        if pair * 2 + 1 < blocks:
             for h in T.Parallel(HEADS):
-                block_top[h] = T.max(block_total[h], block_top[h])
-            raise_top(top, block_top, shrink)
-            weigh_block(score, weight, top, scale_log2)
-            T.copy(top, shared.state[1, :])
-            leave_weights(shared, 1, weight, shared.scored, phase)
+                own[h] = T.exp2(block_top[h] - T.max(top[h], block_top[h]))
+                shrink[h] = T.exp2(top[h] - T.max(top[h], block_top[h]))
+                total[h] = total[h] * shrink[h] + block_total[h] * own[h]
+                top[h] = T.max(top[h], block_top[h])
+            for h, j in T.Parallel(HEADS, KEYS):
+                score[h, j] = score[h, j] * own[h]
+        T.wait_wgmma(0)
+        T.barrier_arrive(shared.key_free[0])
+        if pair * 2 + 1 < blocks:
+            T.barrier_wait(shared.weight_free[0], phase)  # the first group has read the even weights
+            publish_block(shared, 1, score, top, total, shrink)
             scale_sums(right, shrink)
-            T.wgmma_gemm(weight, shared.key[1, 1, :, :], right)
-            count_block(score, total, shrink, block_total)
+            add_values(shared, 1, phase, shared.key_right, shared.right_ready, right, loose)
             T.wait_wgmma(0)
-            T.barrier_arrive(shared.free[half_of(1, 1)])
-        else:
-            T.barrier_wait(shared.top_ready, phase)
-            T.copy(shared.state[0, :], block_top)
-            raise_top(top, block_top, shrink)
-            for h in T.Parallel(HEADS):
-                total[h] = total[h] * shrink[h]
-            scale_sums(right, shrink)
-        add_other(shared, 0, 1, phase, right, loose)
-    T.barrier_wait(shared.total_ready[0], turn % 2)
-    T.copy(shared.state[2, :], block_total)
-    T.copy(total, shared.state[3, :])
-    T.barrier_arrive(shared.total_ready[1])
-    for h in T.Parallel(HEADS):
-        total[h] = block_total[h] + total[h]
+            T.barrier_arrive(shared.weight_free[1])
+            T.barrier_arrive(shared.key_free[1])
 
 
 @T.macro

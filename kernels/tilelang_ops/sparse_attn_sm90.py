@@ -1,4 +1,4 @@
-"""Attention on SM90 over rows of a cache that lists or block tables name, by the roles of `roles_sm90.py`.
+"""Attention on SM90 over rows of a cache that lists or block tables name, by the roles of `seesaw_sm90.py`.
 
 A program owns one query token and one tile of heads and walks the whole list in blocks of keys. The third group copies
 the rows that a block names, 16 bytes at a time and asynchronously; a hole is filled with zeros and never read. The
@@ -15,7 +15,6 @@ import torch
 from tilelang import language as T
 
 from .roles_sm90 import (
-    EXP2,
     GROUP,
     HALF,
     HEADS,
@@ -27,6 +26,9 @@ from .roles_sm90 import (
     VALUES,
     Roles,
     divide_sums,
+)
+from .seesaw_sm90 import (
+    EXP2,
     first_group,
     half_of,
     name_keys,
@@ -52,7 +54,7 @@ def attend_program(
     Raises:
         NotImplementedError: heads are no multiple of the tile, or not 512 values with at most 64 channels behind them.
     """
-    roles = roles or Roles()
+    roles = roles or Roles(multiply=216, bring=72)
     if num_heads % HEADS:
         raise NotImplementedError(f"num_heads: expected a multiple of {HEADS}, got {num_heads}")
     if value_dim != VALUES or width not in (512, 576):

@@ -1,8 +1,9 @@
-"""Sparse latent attention on SM90 over records of 656 bytes, by the roles of `roles_sm90.py`.
+"""Sparse latent attention on SM90 over records of 656 bytes, by the roles of `seesaw_sm90.py`.
 
-A record is 512 codes, four fp32 scales and 64 bf16 channels that only enter the score; how the third group brings the
-former is told in `records_sm90.py`, and the latter are copied. The list is not split, so a row has the same bits alone
-or in any batch.
+A record is 512 codes, four fp32 scales and 64 bf16 channels that only enter the score. In the third group four threads
+share a row: each reads 64 codes of half a row, with their scale, into registers and writes them two halves later, as
+code times scale in bf16; the channels behind them are copied. Eight rows lie side by side in a warp, so that what it
+writes at a time lies in different banks. The list is not split, so a row has the same bits alone or in any batch.
 """
 
 # mypy: disable-error-code="valid-type"
@@ -14,20 +15,7 @@ import tilelang
 import torch
 from tilelang import language as T
 
-from .records_sm90 import (
-    DECODE,
-    LANES,
-    PARTS,
-    PASSES,
-    STEP,
-    UNIT,
-    places_of,
-    put_e4m3,
-    read_words,
-    units_of,
-)
 from .roles_sm90 import (
-    EXP2,
     GROUP,
     HALF,
     HEADS,
@@ -39,6 +27,9 @@ from .roles_sm90 import (
     VALUES,
     Roles,
     divide_sums,
+)
+from .seesaw_sm90 import (
+    EXP2,
     first_group,
     half_of,
     name_keys,
@@ -47,11 +38,43 @@ from .roles_sm90 import (
     shared_memory,
 )
 
+LANES = 4  # threads that bring one row, 64 channels each of a half
+STEP = GROUP // LANES
+PASSES = KEYS // STEP  # rows of a block that a thread brings a part of
+PARTS = HALF // (16 * LANES)  # sixteens of channels that it brings of half a row
+UNIT = 16  # bytes in which places of records are counted, so that 32 bits hold one
 TAIL = 64
 WIDTH = VALUES + TAIL
 RECORD = 656 // UNIT
 SCALES_AT = VALUES // UNIT  # four, each of 128 channels
 TAIL_AT = SCALES_AT + 1
+
+# a conversion of a pair of codes, which no expression of the language lowers to
+DECODE = """
+#include <cuda_fp8.h>
+
+__device__ __forceinline__ void dt_read16(void *to, const void *at, bool is_key) {
+  *(uint4 *)to = is_key ? __ldg((const uint4 *)at) : make_uint4(0u, 0u, 0u, 0u);
+}
+
+__device__ __forceinline__ void dt_read4(void *to, const void *at, bool is_key) {
+  *(unsigned *)to = is_key ? __ldg((const unsigned *)at) : 0u;
+}
+
+// eight e4m3 codes and their scale
+__device__ __forceinline__ void dt_put_e4m3(void *out, unsigned low, unsigned high, float scale) {
+  unsigned part[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned code = (i < 2 ? low : high) >> (16 * (i & 1));
+    const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(code & 0xFFFFu), __NV_E4M3);
+    const float2 value = __half22float2(__half2(wide));
+    __nv_bfloat162 narrow = __floats2bfloat162_rn(value.x * scale, value.y * scale);
+    part[i] = *reinterpret_cast<unsigned *>(&narrow);
+  }
+  *reinterpret_cast<uint4 *>(out) = make_uint4(part[0], part[1], part[2], part[3]);
+}
+"""
 
 
 @T.macro
@@ -78,7 +101,14 @@ def read_part(cache_xo, half, now, place, lane, code, scale):
     for g in T.unroll(PASSES):
         i = now * PASSES + g
         at = T.max(place[i], 0)
-        read_words(cache_xo, at, (half * LANES + lane) * 16 * PARTS, PARTS, place[i] >= 0, code, i)
+        for u in T.unroll(PARTS):
+            T.call_extern(
+                "handle",
+                "dt_read16",
+                T.address_of(code[(i * PARTS + u) * 4]),
+                T.address_of(cache_xo[at, ((half * LANES + lane) * PARTS + u) * 16]),
+                place[i] >= 0,
+            )
         T.call_extern(
             "handle",
             "dt_read4",
@@ -92,9 +122,17 @@ def read_part(cache_xo, half, now, place, lane, code, scale):
 def put_part(shared, half, now, first, lane, code, scale):
     """Write this thread's part of half a block to shared memory, as bf16."""
     for g in T.unroll(PASSES):
-        i = now * PASSES + g
-        for v in T.unroll(PARTS):
-            put_e4m3(shared, half, now, g * STEP + first, lane, code, i, v, scale[i])
+        j, i = g * STEP + first, now * PASSES + g
+        for v in T.unroll(2 * PARTS):
+            word = i * PARTS * 4 + v * 2
+            T.call_extern(
+                "handle",
+                "dt_put_e4m3",
+                T.address_of(shared.key[half, now, j, lane * PARTS * 16 + v * 8]),
+                code[word],
+                code[word + 1],
+                scale[i],
+            )
 
 
 @T.macro
@@ -278,6 +316,10 @@ def sparse_mla(
         idx_tk = idx_tk.new_full((tokens, 1), -1)
     length_t = idx_tk.new_empty(tokens) if topk_length_t is None else topk_length_t
     kernel = _compiled(num_heads, topk_length_t is not None)
-    places = places_of(cache_pow)
-    kernel(q_thd, units_of(cache_pow), idx_tk, length_t, out_thu, lse_th, scale * LOG2_E, *places)
+    pages, slots, _ = cache_pow.shape
+    # pages, and what lies between them
+    span = (pages - 1) * cache_pow.stride(0) + cache_pow[0].numel()
+    units_xo = cache_pow.as_strided((span // UNIT, UNIT), (UNIT, 1))
+    places = pages * slots, slots, cache_pow.stride(0) // UNIT
+    kernel(q_thd, units_xo, idx_tk, length_t, out_thu, lse_th, scale * LOG2_E, *places)
     return out_thu, lse_th

@@ -342,8 +342,6 @@ def cases_decode(full: bool) -> list[DecodeCase]:
             for r in REGIMES
         ]
         found += [DecodeCase(requests=2, tokens=2, heads=64, dim=576, value_dim=512, longest=200, page=64)]
-        # enough to fill a chip of SM90 with splits, and with whole rows
-        found += [DecodeCase(requests=n, heads=128, dim=576, value_dim=512, longest=2100, page=64) for n in (24, 48)]
     return list({case.id: case for case in found}.values())
 
 
@@ -696,16 +694,6 @@ def specialised(case: DecodeCase) -> bool:
     return (case.requests, case.heads, case.dim) == (2, 64, 576)
 
 
-def in_any_form(case: DecodeCase) -> bool:
-    """Batches small enough, and those of the kernels for SM90."""
-    return few_keys(case) or specialised(case) or filling(case)
-
-
-def filling(case: DecodeCase) -> bool:
-    """Batches that a kernel for SM90 walks in another form than one request."""
-    return case.requests >= 24
-
-
 def several_queries(case: PrefillCase | DecodeCase) -> bool:
     """Chunks and verify widths."""
     return plain(case) and case.tokens > 1
@@ -846,7 +834,7 @@ DECODE = Op(
     rows={"q_bthd": 0, "block_table_bp": 0, "lengths_b": 0},
     out_rows={"out_bthu": 0, "lse_bth": 0},
     relations=(
-        Relation(name="batch_invariant", axis="requests", only=in_any_form),
+        Relation(name="batch_invariant", axis="requests", only=lambda case: few_keys(case) or specialised(case)),
         Relation(name="run_to_run", axis="repeats", only=lambda case: plain(case) or specialised(case)),
         Relation(name="page_permutation", axis="pages and their size", hook=move_pages, only=one_split),
         Relation(
@@ -914,9 +902,7 @@ DECODE = Op(
             dsl="tilelang",
             kernel="deeptwin.kernels.tilelang_ops.mla_sm90:decode_program",
             launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128",
-            expect={
-                "sm90": Expect(mma="wgmma", max_stack=56, reason="addresses of rows of a last page that is not full")
-            },
+            expect={"sm90": Expect(mma="wgmma")},
         ),
         BuildCase(
             name="tilelang-specialised-combine",
@@ -924,20 +910,6 @@ DECODE = Op(
             kernel="deeptwin.kernels.tilelang_ops.mla_sm90:combine_program",
             launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_combine",
             expect={"sm90": NO_PRODUCT["sm90"]},
-        ),
-        BuildCase(
-            name="tilelang-scores-h128",
-            dsl="tilelang",
-            kernel="deeptwin.kernels.tilelang_ops.mla_few_sm90:score_program",
-            launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_scores",
-            expect={"sm90": Expect(mma="wgmma")},
-        ),
-        BuildCase(
-            name="tilelang-values-h128",
-            dsl="tilelang",
-            kernel="deeptwin.kernels.tilelang_ops.mla_few_sm90:value_program",
-            launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_values",
-            expect={"sm90": Expect(mma="wgmma")},
         ),
         BuildCase(
             name="h128-one-split",

@@ -870,13 +870,7 @@ TWO_DECODE = Op(
             dsl="tilelang",
             kernel="deeptwin.kernels.tilelang_ops.two_cache_sm90:two_cache_program",
             launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:sm90_two_decode",
-            expect={
-                "sm90": Expect(
-                    mma="wgmma",
-                    max_stack=80,
-                    reason="the sums leave 88 registers to who brings; 20 words spill",
-                )
-            },
+            expect={"sm90": Expect(mma="wgmma", max_stack=16, reason="two addresses are put aside before the loop")},
         ),
         BuildCase(
             name="h64-d512-fp8-sectioned",

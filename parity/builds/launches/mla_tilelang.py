@@ -17,17 +17,3 @@ def sm90_h128_combine() -> Any:
     from deeptwin.kernels.tilelang_ops.mla_sm90 import combine_program
 
     return combine_program(128)
-
-
-def sm90_h128_scores() -> Any:
-    """V3, few tokens: the scores of a pair of blocks."""
-    from deeptwin.kernels.tilelang_ops.mla_few_sm90 import score_program
-
-    return score_program(128, 576)
-
-
-def sm90_h128_values() -> Any:
-    """V3, few tokens: a slice of channels."""
-    from deeptwin.kernels.tilelang_ops.mla_few_sm90 import value_program
-
-    return value_program(128, 576, 64)
