@@ -28,6 +28,7 @@ from deeptwin.reference.v4_weights import V4Weights, owned
 from .hadamard import hadamard_triton
 from .indexer import index_scores_paged_triton, index_weights_triton
 from .products_v4 import product, rotated
+from .providers import deep_gemm
 from .quant import quantize_triton
 from .topk import topk_triton
 
@@ -102,6 +103,37 @@ def v4_output_triton(
         launch=launch,
     )
     return product(z_tf, weights.wo_b, weights.wo_b_sf)
+
+
+def v4_output_deep_gemm(
+    out_thd: Tensor, weights: V4Weights, table_sr: Tensor, positions_t: Tensor, *, config: V4AttnConfig
+) -> Tensor:
+    """`v4_output` at the fused cast points; DeepGEMM 2.5.0's FP8 einsum multiplies the groups. It takes scales as
+    fp32 numbers on SM90 and truncates within 128 products; run to run and whatever the batch a token has the same bits.
+
+    Raises:
+        ValueError: shapes disagree.
+        NotImplementedError: no DeepGEMM, other cast points, weights without scales, no token, or groups that are no
+            multiple of 128 channels wide or no part or multiple of 128 long.
+    """
+    expect_shape("out_thd", out_thd, "thd", {"h": config.num_heads, "d": config.head_dim, "t": len(positions_t)})
+    if config.output is not OutputCast.FUSED or weights.wo_a_sf is None:
+        raise NotImplementedError(f"config, weights: expected fused cast points and FP8 weights, got {config.output}")
+    groups, rank = config.o_groups, config.o_rank
+    width = weights.wo_a.shape[1]
+    if not len(out_thd) or width % 128 or (rank % 128 and 128 % rank):
+        raise NotImplementedError(
+            f"weights: expected tokens, 128·n columns and 128·n or 128/n rows, got {width}, {rank}"
+        )
+    library = deep_gemm()
+    u_tk = rotated(out_thd, table_sr, positions_t, inverse=True, dtype=torch.float32).flatten(1)
+    u_q, u_sf = quantize_triton(u_tk, fmt=FP8_1X128_UE8M0)
+    w_sf = weights.wo_a_sf.repeat_interleave(128, 0)[: groups * rank].unflatten(0, (groups, rank))[:, ::128]
+    z_tgf = torch.empty(len(u_q), groups, rank, dtype=torch.bfloat16, device=u_q.device)
+    rows = u_q.unflatten(1, (groups, width)), torch.exp2(u_sf.float() - 127).unflatten(1, (groups, width // 128))
+    matrices = weights.wo_a.unflatten(0, (groups, rank)), torch.exp2(w_sf.float() - 127).contiguous()
+    library.fp8_einsum("bhr,hdr->bhd", rows, matrices, z_tgf)
+    return product(z_tgf.flatten(1), weights.wo_b, weights.wo_b_sf)
 
 
 def csa_select_triton(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from .providers import deep_gemm
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_DTYPES = {ScaleKind.UE8M0: torch.uint8, ScaleKind.E4M3: torch.float8_e4m3fn, ScaleKind.F32: torch.float32}
 WIDEST_SPREAD = 14
+TILE_ROWS = 128  # of DeepGEMM's grouped products: a tile has one expert
 
 
 def linear_triton(
@@ -44,6 +47,37 @@ def linear_triton(
     from deeptwin.kernels.triton_ops import linear
 
     return linear.linear(x_tm, w_fm, bias_f, dtype=dtype, out=out)
+
+
+def linear_deep_gemm(
+    x_tm: Tensor, w_fm: Tensor, bias_f: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """`linear` of bf16 rows by the bf16 product of DeepGEMM 2.5.0 on SM90, which never hands over to another library
+    there: run to run and whatever the batch a row has the same bits.
+
+    Raises:
+        TypeError: as `linear_triton`.
+        ValueError: as `linear_triton`.
+        NotImplementedError: no DeepGEMM, operands other than bf16, a bias, another dtype than bf16 or fp32, no row or
+            width, features or a width that are none of 8, or rows that do not begin at multiples of 16 bytes.
+    """
+    dims: dict[str, int] = {}
+    expect_shape("x_tm", x_tm, "tm", dims)
+    expect_shape("w_fm", w_fm, "fm", dims)
+    expect_dtype("x_tm", x_tm, *STORAGE)
+    expect_dtype("w_fm", w_fm, *STORAGE)
+    _check_dtype(dtype)
+    if {x_tm.dtype, w_fm.dtype} != {torch.bfloat16} or bias_f is not None or dtype is torch.float16:
+        raise NotImplementedError(f"x_tm, w_fm, bias_f, dtype: expected bf16, no bias, bf16 or fp32, got {dtype}")
+    if not dims["t"] or not dims["m"] or dims["f"] % 8 or dims["m"] % 8:
+        raise NotImplementedError(f"x_tm, w_fm: expected rows, 8·n features and 8·n columns, got {dims}")
+    for name, x in (("x_tm", x_tm), ("w_fm", w_fm)):
+        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+            raise NotImplementedError(f"{name}: expected rows at multiples of 16 bytes, got strides {x.stride()}")
+    library = deep_gemm()
+    y_tf = torch.empty(dims["t"], dims["f"], dtype=dtype, device=x_tm.device)
+    library.bf16_gemm_nt(x_tm, w_fm, y_tf)
+    return y_tf
 
 
 def linear_codes_triton(
@@ -139,15 +173,9 @@ def linear_codes_tilelang(
     _check_rows(x_q, x_sf, x_fmt)
     _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
     _check_dtype(dtype)
-    blocks = (x_fmt.rows, x_fmt.group, w_fmt.rows, w_fmt.group)
-    same = (w_fmt.code, w_fmt.scale) == (CodeKind.E4M3, x_fmt.scale)
-    known = blocks == (1, 128, 128, 128) or (blocks == (1, 32, 32, 32) and x_fmt.scale is ScaleKind.UE8M0)
-    if not same or not known:
-        raise NotImplementedError(f"x_fmt, w_fmt: expected e4m3 blocks of 128 or of 32, got {x_fmt.name}, {w_fmt.name}")
     if add_tf is not None or dtype is not torch.bfloat16:
         raise NotImplementedError(f"add_tf, dtype: expected None and bfloat16, got {dtype}")
-    if not x_q.is_cuda or torch.cuda.get_device_capability(x_q.device)[0] != 9:
-        raise NotImplementedError(f"x_q: expected a tensor on SM90, got one on {x_q.device}")
+    _expect_specialised(x_q, x_fmt, w_fmt)
     from deeptwin.kernels.tilelang_ops import linear_sm90
 
     return linear_sm90.linear_codes(x_q, x_sf, w_q, w_sf)
@@ -164,28 +192,28 @@ def linear_codes_deep_gemm(
     w_fmt: QuantFormat,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """`linear_codes` by DeepGEMM's FP8 product (SM90), whose matrix unit truncates within 128 products.
+    """`linear_codes` by the FP8 products of DeepGEMM 2.5.0 (SM90), whose matrix unit cuts sums within 128 products. To
+    fp32 another of its kernels adds to what stands there; it takes the weight's scales row by row. Scales of rows go in
+    column by column. Run to run and whatever the batch a row has the same bits.
 
     Raises:
         TypeError: as `linear_codes_triton`.
         ValueError: as `linear_codes_triton`.
-        NotImplementedError: no DeepGEMM, other formats than fp8_1x128 and fp8_128x128, `add_tf`, another dtype than
-            bf16, features that are none of 8, or no row.
+        NotImplementedError: no DeepGEMM, other formats than fp8_1x128 and fp8_128x128, `add_tf` to bf16, another dtype
+            than bf16 or fp32, features that are none of 8, or no row, to fp32 fewer than 33.
     """
     _check_rows(x_q, x_sf, x_fmt)
     _check_weight(w_q, w_sf, w_fmt, x_q.shape[1])
     _check_dtype(dtype)
-    if (x_fmt.name, w_fmt.name) != ("fp8_1x128", "fp8_128x128"):
-        raise NotImplementedError(f"x_fmt, w_fmt: expected fp8_1x128, fp8_128x128, got {x_fmt.name}, {w_fmt.name}")
-    if add_tf is not None or dtype is not torch.bfloat16 or not x_q.shape[0]:
-        raise NotImplementedError(f"add_tf, dtype, x_q: expected None, bfloat16 and rows, got {dtype}, {x_q.shape}")
-    if w_q.shape[0] % 8:
-        raise NotImplementedError(f"w_q: expected 8·n features, got {w_q.shape[0]}")
+    _expect_deep_gemm(x_q, w_q, x_fmt, w_fmt)
+    if dtype is torch.float32:
+        return _deep_gemm_fp32((x_q, x_sf), (w_q, w_sf), add_tf)
+    if add_tf is not None or dtype is not torch.bfloat16:
+        raise NotImplementedError(f"add_tf, dtype: expected None and bfloat16, or float32, got {dtype}")
     library = deep_gemm()
     y_tf = torch.empty(x_q.shape[0], w_q.shape[0], dtype=dtype, device=x_q.device)
-    if w_sf.stride() != (w_sf.shape[1], 1):  # of one row torch calls any stride contiguous, the library does not
-        w_sf = w_sf.clone(memory_format=torch.contiguous_format)
-    library.fp8_gemm_nt((x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)), (w_q, w_sf), y_tf)
+    rows = x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)
+    library.fp8_gemm_nt(rows, (w_q, _packed(w_sf)), y_tf)
     return y_tf
 
 
@@ -269,6 +297,186 @@ def linear_grouped_triton(
     )
 
 
+def linear_grouped_tilelang(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    group_sizes_e: Tensor,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    trusted: bool = False,
+) -> Tensor:
+    """`linear_grouped` to bf16 with the kernel and the bits of `linear_codes_tilelang`; `trusted` as
+    `linear_grouped_triton`.
+
+    Raises:
+        TypeError: as `linear_grouped_triton`.
+        ValueError: as `linear_grouped_triton`.
+        NotImplementedError: as `linear_codes_tilelang`; no expert, or weights of experts that do not lie one below the
+            other.
+    """
+    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, x_fmt, w_fmt, trusted)
+    if not len(w_q):
+        raise NotImplementedError("w_q: expected experts, got none")
+    _expect_specialised(x_q, x_fmt, w_fmt)
+    from deeptwin.kernels.tilelang_ops import linear_sm90
+
+    return linear_sm90.linear_grouped(x_q, x_sf, w_q, w_sf, group_sizes_e)
+
+
+def linear_grouped_deep_gemm(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    group_sizes_e: Tensor,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """`linear_grouped` to bf16 by DeepGEMM's contiguous grouped product (SM90), with the bits of
+    `linear_codes_deep_gemm`. Its tiles have one expert, so experts are moved to multiples of 128 rows where they do not
+    begin there. `sizes` are the numbers of `group_sizes_e` for a caller who knows them: then nothing is read back.
+
+    Raises:
+        TypeError: as `linear_grouped_triton`.
+        ValueError: as `linear_grouped_triton`.
+        NotImplementedError: as `linear_codes_deep_gemm`.
+    """
+    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, x_fmt, w_fmt, sizes is not None)
+    _expect_deep_gemm(x_q, w_q, x_fmt, w_fmt)
+    sizes = group_sizes_e.tolist() if sizes is None else sizes
+    experts = torch.arange(len(sizes), dtype=torch.int32, device=x_q.device)
+    expert_y = experts.repeat_interleave(group_sizes_e, output_size=len(x_q))
+    room = [-(-size // TILE_ROWS) * TILE_ROWS for size in sizes]
+    if room == list(sizes):
+        y_yf = torch.empty(len(x_q), w_q.shape[1], dtype=torch.bfloat16, device=x_q.device)
+        return _contiguous_product((x_q, x_sf), (w_q, w_sf), expert_y, y_yf)
+    place_y = _places(sizes, room).to(x_q.device)
+    rows = _moved(x_q, place_y, sum(room)), _moved(x_sf, place_y, sum(room))
+    y_sf = torch.empty(sum(room), w_q.shape[1], dtype=torch.bfloat16, device=x_q.device)
+    expert_s = torch.full((sum(room),), -1, dtype=torch.int32, device=x_q.device).index_copy_(0, place_y, expert_y)
+    return _contiguous_product(rows, (w_q, w_sf), expert_s, y_sf)[place_y]
+
+
+def linear_grouped_deep_gemm_masked(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    group_sizes_e: Tensor,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """`linear_grouped_deep_gemm` by the masked grouped product: every expert is moved to as much room as the largest
+    needs, in multiples of 128 rows, as the last tile of an expert would be written into the room of the next.
+
+    Raises:
+        TypeError: as `linear_grouped_triton`.
+        ValueError: as `linear_grouped_triton`.
+        NotImplementedError: as `linear_codes_deep_gemm`.
+    """
+    _check_grouped((x_q, x_sf), (w_q, w_sf), group_sizes_e, x_fmt, w_fmt, sizes is not None)
+    _expect_deep_gemm(x_q, w_q, x_fmt, w_fmt)
+    sizes = group_sizes_e.tolist() if sizes is None else sizes
+    room = -(-max(sizes) // TILE_ROWS) * TILE_ROWS
+    place_y = _places(sizes, [room] * len(sizes)).to(x_q.device)
+    rows = _moved(x_q, place_y, room * len(sizes)), _moved(x_sf, place_y, room * len(sizes))
+    y_sf = torch.empty(room * len(sizes), w_q.shape[1], dtype=torch.bfloat16, device=x_q.device)
+    return _masked_product(rows, (w_q, w_sf), group_sizes_e, -(-len(x_q) // len(sizes)), y_sf)[place_y]
+
+
+def linear_slots_triton(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    expert_y: Tensor,
+    before_yf: Tensor,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`reference.linear_slots.linear_slots`. Names are not inspected: of two experts in one tile the larger is taken.
+
+    Raises:
+        TypeError: expert_y is not int32, before_yf not bf16; otherwise as `linear_codes_triton`.
+        ValueError: shapes disagree; otherwise as `linear_codes_triton`.
+        NotImplementedError: as `linear_codes_triton`.
+    """
+    _check_slots((x_q, x_sf), (w_q, w_sf), expert_y, before_yf, x_fmt, w_fmt)
+    from deeptwin.kernels.triton_ops import linear
+
+    block = (w_fmt.rows, w_fmt.group)
+    return linear.linear_slots(x_q, x_sf, w_q, w_sf, expert_y, before_yf, x_group=x_fmt.group, w_block=block, out=out)
+
+
+def linear_slots_deep_gemm(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    expert_y: Tensor,
+    before_yf: Tensor,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+) -> Tensor:
+    """`linear_slots` by DeepGEMM's contiguous grouped product (SM90), which takes the expert of a tile from its first
+    row and writes whole tiles.
+
+    Raises:
+        TypeError: as `linear_slots_triton`.
+        ValueError: as `linear_slots_triton`.
+        NotImplementedError: as `linear_codes_deep_gemm`; rows that are none of 128.
+    """
+    _check_slots((x_q, x_sf), (w_q, w_sf), expert_y, before_yf, x_fmt, w_fmt)
+    _expect_deep_gemm(x_q, w_q, x_fmt, w_fmt)
+    if len(x_q) % TILE_ROWS:
+        raise NotImplementedError(f"x_q: expected {TILE_ROWS}·n rows, got {len(x_q)}")
+    return _contiguous_product((x_q, x_sf), (w_q, w_sf), expert_y, before_yf.clone())
+
+
+def linear_slots_deep_gemm_masked(
+    x_q: Tensor,
+    x_sf: Tensor,
+    w_q: Tensor,
+    w_sf: Tensor,
+    expert_y: Tensor,
+    before_yf: Tensor,
+    *,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+) -> Tensor:
+    """`linear_slots` by DeepGEMM's masked grouped product (SM90), where experts have equal shares and fill the first
+    rows of theirs; it writes whole tiles.
+
+    Raises:
+        TypeError: as `linear_slots_triton`.
+        ValueError: as `linear_slots_triton`.
+        NotImplementedError: as `linear_codes_deep_gemm`; experts have no equal shares of 128·n rows, or a row stands
+            behind one that names no expert.
+    """
+    _check_slots((x_q, x_sf), (w_q, w_sf), expert_y, before_yf, x_fmt, w_fmt)
+    _expect_deep_gemm(x_q, w_q, x_fmt, w_fmt)
+    experts = len(w_q)
+    if len(x_q) % (experts * TILE_ROWS):
+        raise NotImplementedError(f"x_q: expected {TILE_ROWS}·n rows for each of {experts} experts, got {len(x_q)}")
+    expert_eo = expert_y.unflatten(0, (experts, -1))
+    count_e = (expert_eo >= 0).sum(1, dtype=torch.int32)
+    place_o, own_e1 = torch.arange(expert_eo.shape[1], device=x_q.device), torch.arange(experts, device=x_q.device)
+    if not torch.equal(expert_eo, torch.where(place_o < count_e[:, None], own_e1[:, None], -1).to(torch.int32)):
+        raise NotImplementedError("expert_y: expected the first rows of every expert's share, got others")
+    expected = max(1, -(-int(count_e.sum()) // experts))
+    return _masked_product((x_q, x_sf), (w_q, w_sf), count_e, expected, before_yf.clone())
+
+
 def widen_fp4_triton(
     w_q: Tensor,
     w_sf: Tensor,
@@ -336,6 +544,101 @@ def _check_grouped(
         sizes = group_sizes_e.tolist()
         if min(sizes, default=0) < 0 or sum(sizes) != num_rows:
             raise ValueError(f"group_sizes_e: expected sizes from 0 up that add up to y={num_rows}, got {sizes}")
+
+
+def _check_slots(
+    x: tuple[Tensor, Tensor],
+    w: tuple[Tensor, Tensor],
+    expert_y: Tensor,
+    before_yf: Tensor,
+    x_fmt: QuantFormat,
+    w_fmt: QuantFormat,
+) -> None:
+    """Rows that name experts, the weights of all experts, and what stands where the results go."""
+    _check_rows(*x, x_fmt)
+    dims = {"y": len(x[0])}
+    expect_shape("w_q", w[0], "efj", dims)
+    expect_shape("expert_y", expert_y, "y", dims)
+    expect_dtype("expert_y", expert_y, torch.int32)
+    expect_shape("before_yf", before_yf, "yf", dims)
+    expect_dtype("before_yf", before_yf, torch.bfloat16)
+    _check_weight(*w, w_fmt, x[0].shape[1])
+
+
+def _expect_specialised(x_q: Tensor, x_fmt: QuantFormat, w_fmt: QuantFormat) -> None:
+    """What the products with specialised warps take."""
+    blocks = (x_fmt.rows, x_fmt.group, w_fmt.rows, w_fmt.group)
+    same = (w_fmt.code, w_fmt.scale) == (CodeKind.E4M3, x_fmt.scale)
+    known = blocks == (1, 128, 128, 128) or (blocks == (1, 32, 32, 32) and x_fmt.scale is ScaleKind.UE8M0)
+    if not same or not known:
+        raise NotImplementedError(f"x_fmt, w_fmt: expected e4m3 blocks of 128 or of 32, got {x_fmt.name}, {w_fmt.name}")
+    if not x_q.is_cuda or torch.cuda.get_device_capability(x_q.device)[0] != 9:
+        raise NotImplementedError(f"x_q: expected a tensor on SM90, got one on {x_q.device}")
+
+
+def _expect_deep_gemm(x_q: Tensor, w_q: Tensor, x_fmt: QuantFormat, w_fmt: QuantFormat) -> None:
+    """What every FP8 product of DeepGEMM on SM90 takes."""
+    if (x_fmt.name, w_fmt.name) != ("fp8_1x128", "fp8_128x128"):
+        raise NotImplementedError(f"x_fmt, w_fmt: expected fp8_1x128, fp8_128x128, got {x_fmt.name}, {w_fmt.name}")
+    if not len(x_q) or w_q.shape[-2] % 8:
+        raise NotImplementedError(f"x_q, w_q: expected rows and 8·n features, got {len(x_q)} and {w_q.shape[-2]}")
+
+
+def _packed(x: Tensor) -> Tensor:
+    """With the strides of its shape: of one row torch calls any stride contiguous, the library does not."""
+    packed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x if x.stride() == packed.stride() else packed.copy_(x)
+
+
+def _places(sizes: Sequence[int], room: Sequence[int]) -> Tensor:
+    """Where every row goes when its expert has more room than rows."""
+    size_e, room_e = torch.tensor(sizes), torch.tensor(room)
+    ahead_e = (room_e.cumsum(0) - room_e) - (size_e.cumsum(0) - size_e)
+    return torch.arange(int(size_e.sum())) + ahead_e.repeat_interleave(size_e)
+
+
+def _moved(x: Tensor, place_y: Tensor, rows: int) -> Tensor:
+    """Rows in their new places; what stands between them is zero. No narrow float can be copied by index."""
+    bits = x.contiguous().view(torch.uint8)
+    moved = torch.zeros(rows, bits.shape[1], dtype=torch.uint8, device=x.device)
+    return moved.index_copy_(0, place_y, bits).view(x.dtype)
+
+
+def _deep_gemm_fp32(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], add_tf: Tensor | None) -> Tensor:
+    """The product to fp32. The library does not look at the strides of its operands here, and has no tile for few rows
+    that its compiler takes."""
+    shape = len(x[0]), len(w[0])
+    if shape[0] <= 32:
+        raise NotImplementedError(f"x_q: expected more than 32 rows to fp32, got {shape[0]}")
+    y_tf = torch.zeros(shape, dtype=torch.float32, device=x[0].device)
+    if add_tf is not None:
+        expect_shape("add_tf", add_tf, "tf", {"t": shape[0], "f": shape[1]})
+        expect_dtype("add_tf", add_tf, *STORAGE)
+        y_tf.copy_(add_tf)
+    library = deep_gemm()
+    aligned = library.utils.layout.get_mn_major_tma_aligned_tensor
+    w_sf_fg = w[1].repeat_interleave(128, 0)[: shape[1]]
+    rows, weight = (_packed(x[0]), aligned(x[1])), (_packed(w[0]), aligned(w_sf_fg))
+    library.fp8_gemm_nt(rows, weight, y_tf, y_tf, recipe=(1, 1, 128))
+    return y_tf
+
+
+def _contiguous_product(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], expert_s: Tensor, y_sf: Tensor) -> Tensor:
+    library = deep_gemm()
+    rows = _packed(x[0]), library.utils.layout.get_mn_major_tma_aligned_tensor(x[1])
+    library.m_grouped_fp8_gemm_nt_contiguous(rows, (_packed(w[0]), _packed(w[1])), y_sf, expert_s)
+    return y_sf
+
+
+def _masked_product(
+    x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], count_e: Tensor, expected: int, y_sf: Tensor
+) -> Tensor:
+    library = deep_gemm()
+    x_q, x_sf = (_packed(part).unflatten(0, (len(count_e), -1)) for part in x)
+    rows = x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)
+    weights, counts = (_packed(w[0]), _packed(w[1])), count_e.to(torch.int32)
+    library.m_grouped_fp8_gemm_nt_masked(rows, weights, y_sf.unflatten(0, (len(count_e), -1)), counts, expected)
+    return y_sf
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -10,11 +10,14 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
 from deeptwin.reference.config import MhcConfig
 
+from .providers import deep_gemm
+
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.mhc import Gates
     from deeptwin.reference.weights import MhcSite
 
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
+TF32_SPLITS = 16
 COEFFICIENTS = (("pre_tn", "tn"), ("post_tn", "tn"), ("comb_tnn", "tnn"))
 
 
@@ -96,6 +99,33 @@ def mhc_mixes_triton(
     from deeptwin.kernels.triton_ops import mhc as kernels
 
     return kernels.mhc_mixes(stream_tnm, site.fn_wx, site.scale_z, site.base_w, _gates(config), out=out)
+
+
+def mhc_mixes_deep_gemm(stream_tnm: Tensor, site: MhcSite, *, config: MhcConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """`mhc_mixes` by DeepGEMM 2.5.0's product in TF32 (SM90), to whose nearest number `fn` is rounded, always in 16
+    splits, which are added in order; gates and Sinkhorn are those of `mhc_mixes_triton`.
+
+    Raises:
+        TypeError: as `mhc_mixes_triton`.
+        ValueError: as `mhc_mixes_triton`.
+        NotImplementedError: no DeepGEMM, no token, there are not four streams, or channels of all streams that are not
+            64·n, n from 16 up.
+    """
+    dims = _stream_dims(stream_tnm, config)
+    _check_site(site, dims, config.coefficients, 3)
+    if not dims["t"] or dims["x"] % 64 or dims["x"] < 64 * TF32_SPLITS:
+        raise NotImplementedError(f"stream_tnm: expected tokens of 64·n channels, n from 16 up, got {dims}")
+    library = deep_gemm()
+    stream_tx, fn_wx = stream_tnm.flatten(1).contiguous(), site.fn_wx.contiguous()
+    product_ptw, squares_pt = (
+        fn_wx.new_empty(TF32_SPLITS, dims["t"], dims["w"]),
+        fn_wx.new_empty(TF32_SPLITS, dims["t"]),
+    )
+    library.tf32_hc_prenorm_gemm(stream_tx, fn_wx, product_ptw, squares_pt, num_splits=TF32_SPLITS)
+    from deeptwin.kernels.triton_ops import mhc as kernels
+
+    partial_pwt = torch.cat([product_ptw.transpose(1, 2), squares_pt[:, None]], 1)
+    return kernels.mhc_gates(partial_pwt, site.scale_z, site.base_w, dims["m"], _gates(config))
 
 
 def mhc_post_triton(

@@ -49,6 +49,7 @@ class Bench:
 
     `flops` counts two for a multiply-add, `bytes` every input and output once. `promises` are arguments beyond those of
     the reference, for candidates that know them: what a caller vouches for need not be read back from the device.
+    `pick` makes the inputs of the judged rows where other arguments count rows; `sampled` is how many are judged.
     """
 
     component: str
@@ -58,6 +59,8 @@ class Bench:
     flops: float = 0.0
     bytes: float = 0.0
     promises: Mapping[str, object] = field(default_factory=dict)
+    pick: Callable[[Inputs, list[int]], Inputs] | None = None
+    sampled: int = SAMPLED_ROWS
 
     @property
     def id(self) -> str:
@@ -144,9 +147,10 @@ def measure(bench: Bench, ceilings: Ceilings) -> list[Timing]:
     inputs = bench.draw(DeviceDraws("cuda"))
     count = num_rows(inputs, op)
     # what is written in place has no rows of its own: all of it is judged
-    sample = range(count) if op.writes else (round(i * (count - 1) / (SAMPLED_ROWS - 1)) for i in range(SAMPLED_ROWS))
+    sample = range(count) if op.writes else (round(i * (count - 1) / (bench.sampled - 1)) for i in range(bench.sampled))
     rows = sorted(set(sample))
-    oracles = OracleSet(op, take({name: _on_host(value) for name, value in inputs.items()}, op, rows))
+    held = {name: _on_host(value) for name, value in inputs.items()}
+    oracles = OracleSet(op, take(held, op, rows) if bench.pick is None else bench.pick(held, rows))
     arch = f"sm{torch.cuda.get_device_capability()[0]}0"
     timings = [_timed(bench, op, row, inputs, rows, oracles) for row in op.candidates if arch in row.archs]
     return _compared([_rated(one, bench, ceilings) for one in timings])

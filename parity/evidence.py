@@ -72,6 +72,22 @@ def _sparse_cases(dtype: str) -> Callable[[], Sequence[Any]]:
     return cases
 
 
+def _fp8_cases(control: str) -> Callable[[], Sequence[Any]]:
+    def cases() -> list[Any]:
+        from .cards.linear import CODES
+
+        row = next(row for row in CODES.controls if row.name == control)
+        return [case for case in CODES.cases(False) if case.tokens and row.declines(case) is None]
+
+    return cases
+
+
+def _tf32_cases() -> list[Any]:
+    from .cards.mhc import MIXES, outside_tf32_unit
+
+    return [case for case in MIXES.cases(False) if outside_tf32_unit(case) is None]
+
+
 def _product_cases(out: str) -> Callable[[], Sequence[Any]]:
     def cases() -> list[Any]:
         from .cards.linear import LinearCase
@@ -144,6 +160,18 @@ KINDS = {
     ),
     "mhc-coefficients": Kind(
         component="mhc", op="mhc_mixes", output="comb_tnn", cases=_default_cases("mhc", "mhc_mixes")
+    ),
+    **{
+        f"fp8-product-{out}": Kind(
+            component="linear", op="linear_codes", output="y_tf", cases=_fp8_cases(control), control=control
+        )
+        for out, control in (("bf16", "codes_of_fp8_unit"), ("fp32", "codes_of_fp8_unit_fp32"))
+    },
+    "mhc-coefficients-tf32": Kind(
+        component="mhc", op="mhc_mixes", output="comb_tnn", cases=_tf32_cases, control="mixes_of_tf32_unit"
+    ),
+    "mhc-gates-tf32": Kind(
+        component="mhc", op="mhc_mixes", output="pre_tn", cases=_tf32_cases, control="mixes_of_tf32_unit"
     ),
     "mhc-sinkhorn": Kind(
         component="mhc", op="mhc_sinkhorn", output="comb_tnn", cases=_default_cases("mhc", "mhc_sinkhorn")
@@ -285,7 +313,10 @@ KINDS = {
 def measure(kind: Kind, seeds: int) -> dict[str, Any]:
     """Judge every control on every case and seed, and every mutant on a few seeds by regime."""
     op = kind.operation
-    controls = sorted(row.name for row in op.controls if kind.control in ("", row.name))
+    # without a name those that the card's own rules judge
+    controls = sorted(
+        row.name for row in op.controls if row.name == kind.control or (not kind.control and not row.rules)
+    )
     worst: dict[str, float] = defaultdict(float)
     rate: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     alarms: list[str] = []

@@ -12,7 +12,7 @@ ROOMS = ("reference", "optimized", "parity", "kernels", "golden")
 UNPAIRED = ("block", "model", "checkpoint", "accounting", "muon", "load_bias", "dspark_loss", "engine")
 # modules of reference/ and optimized/ that are not components
 SUPPORT = (
-    *("numerics", "config", "presets", "checks", "weights", "layouts", "images", "cache_plan"),
+    *("numerics", "config", "presets", "checks", "weights", "layouts", "images", "cache_plan", "linear_slots"),
     *("topology", "csa2_config", "csa2_state", "csa2_layer", "engram_vocab", "engram_table"),
     *("providers", "plan", "steps", "steps_ffn", "steps_v3", "steps_v4", "steps_v41", "steps_state", "runners"),
     *("block_pool", "prefix_toy"),

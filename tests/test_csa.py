@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from deeptwin.optimized import csa as fast
 from deeptwin.optimized.csa import (
     csa_attention_triton,
     csa_run_triton,
     csa_select_triton,
     head_norm_rope_triton,
+    v4_output_deep_gemm,
     v4_output_triton,
 )
 from deeptwin.parity import goldens
@@ -37,9 +41,12 @@ from deeptwin.reference.config import (
 from deeptwin.reference.csa import csa_attention, csa_index_rows, csa_run, csa_scores, csa_select
 from deeptwin.reference.kv_cache import pack_records, unpack_records
 from deeptwin.reference.numerics import SEMANTIC
+from deeptwin.reference.quant import quantize
 from deeptwin.reference.rope import rope_frequencies, rope_table
 from deeptwin.reference.v4_attend import attend_values, packed_positions, visible_rows
 from deeptwin.reference.v4_layer import head_norm, head_norm_rope, v4_output, v4_project
+from deeptwin.reference.v4_layer import product as reference_product
+from deeptwin.reference.v4_layer import rotated as reference_rotated
 from deeptwin.reference.v4_state import page_bytes, v4_caches
 from deeptwin.reference.v4_weights import V4Weights, checkpoint_names, v4_shapes
 
@@ -416,3 +423,28 @@ def test_configurations_are_checked(change: dict[str, Any]) -> None:
     name = next(iter(change))
     with pytest.raises(ValueError, match=f"^{name}: "):
         replace(v4_config(V4Kind.CSA, "micro"), **change)
+
+
+def test_the_grouped_product_of_deep_gemm_takes_codes_and_fp32_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library, and the reference for the launches around it."""
+
+    def einsum(form: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor) -> None:
+        assert form == "bhr,hdr->bhd"
+        x, w = (
+            codes.double() * sf.double().repeat_interleave(128, -1)
+            for codes, sf in (a, (b[0], b[1].repeat_interleave(128, 1)[:, : b[0].shape[1]]))
+        )
+        d.copy_(torch.einsum("bhr,hdr->bhd", x, w))
+
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=None, fp8_einsum=einsum))
+    monkeypatch.setattr(fast, "quantize_triton", quantize)
+    monkeypatch.setattr(fast, "rotated", lambda x, *rest, **kinds: reference_rotated(x, *rest, **kinds).float())
+    monkeypatch.setattr(fast, "product", lambda *operands: reference_product(*operands).bfloat16())
+    inputs = draw_output(SideCase(tokens=3, form="fused"), rng())
+    assert torch.equal(v4_output_deep_gemm(**inputs), v4_output(**inputs).bfloat16())
+    with pytest.raises(ValueError, match="out_thd: expected t=3, got t=2"):
+        v4_output_deep_gemm(**(inputs | {"out_thd": inputs["out_thd"][:2]}))
+    with pytest.raises(NotImplementedError, match="config, weights: expected fused cast points and FP8 weights"):
+        v4_output_deep_gemm(**draw_output(SideCase(tokens=3), rng()))
+    with pytest.raises(NotImplementedError, match="weights: expected tokens, 128·n columns"):
+        v4_output_deep_gemm(**draw_output(SideCase(tokens=0, form="fused"), rng()))

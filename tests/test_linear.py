@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,14 +23,34 @@ from deeptwin.optimized.linear import (
     linear_codes_tilelang,
     linear_codes_triton,
     linear_codes_triton_native,
+    linear_deep_gemm,
+    linear_grouped_deep_gemm,
+    linear_grouped_deep_gemm_masked,
+    linear_grouped_tilelang,
     linear_grouped_triton,
     linear_quant_triton,
+    linear_slots_deep_gemm,
+    linear_slots_deep_gemm_masked,
+    linear_slots_triton,
     linear_triton,
     widen_fp4_triton,
 )
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
-from deeptwin.parity.cards.linear import CODES, F32_PRODUCT, CodesCase, draw_codes
+from deeptwin.parity.cards.linear import (
+    CODES,
+    F32_PRODUCT,
+    FP8_CODES,
+    SLOTS,
+    CodesCase,
+    SlotsCase,
+    codes_by_unit,
+    draw_codes,
+    draw_slots,
+)
+from deeptwin.parity.fp8_unit import fp8_unit_dots
+from deeptwin.parity.house import HOUSE
+from deeptwin.parity.judge import judge
 from deeptwin.parity.oracles import OracleSet
 from deeptwin.parity.outcome import Outcome, Status
 from deeptwin.reference import layouts
@@ -45,6 +66,7 @@ from deeptwin.reference.config import (
     QuantFormat,
 )
 from deeptwin.reference.linear import linear, linear_codes, linear_grouped, linear_quant, widen_fp4
+from deeptwin.reference.linear_slots import linear_slots
 from deeptwin.reference.numerics import CONTRACT, RIVAL, SEMANTIC, Numerics
 from deeptwin.reference.quant import block_values, dequantize, pack_e2m1, quantize, unpack_e2m1
 
@@ -381,30 +403,166 @@ def test_bad_input_of_linear_codes_is_refused(op: Callable[..., Tensor]) -> None
         op(*x, *w, dtype=torch.int8, **formats)
 
 
-def test_the_adapter_of_deep_gemm_passes_pairs_and_declines_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the library: it writes to the tensor that it is given."""
-    x, w = quantized(FP8_1X128, 2, 256), quantized(FP8_128X128, 40, 256)
-    formats: dict[str, Any] = {"x_fmt": FP8_1X128, "w_fmt": FP8_128X128}
+V3: dict[str, Any] = {"x_fmt": FP8_1X128, "w_fmt": FP8_128X128}
 
-    def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor) -> None:
+
+def columns_first(sf: Tensor) -> Tensor:
+    return sf.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+class DeepGemm:
+    """A stand-in for the library: it writes to the tensor that it is given, and to all rows of a tile."""
+
+    utils = SimpleNamespace(layout=SimpleNamespace(get_mn_major_tma_aligned_tensor=columns_first))
+
+    @staticmethod
+    def fp8_gemm_nt(a: Any, b: Any, d: Tensor, c: Tensor | None = None, recipe: Any = None) -> None:
         assert a[1].stride(0) == 1  # scales lie column by column
-        d.copy_(linear_codes(*a, *b, **formats))
+        if recipe is None:
+            d.copy_(linear_codes(*a, *b, **V3))
+        else:
+            assert recipe == (1, 1, 128)
+            assert b[1].stride(0) == 1
+            d.copy_(linear_codes(*a, *b, c, x_fmt=FP8_1X128, w_fmt=FP8_1X128, dtype=torch.float32))
 
-    layout = SimpleNamespace(get_mn_major_tma_aligned_tensor=lambda sf: sf.T.contiguous().T)
-    library = SimpleNamespace(fp8_gemm_nt=product, utils=SimpleNamespace(layout=layout))
-    monkeypatch.setitem(sys.modules, "deep_gemm", library)
-    assert torch.equal(linear_codes_deep_gemm(*x, *w, **formats), linear_codes(*x, *w, **formats).bfloat16())
+    @staticmethod
+    def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor) -> None:
+        d.copy_(linear(a, b, dtype=d.dtype))
+
+    @staticmethod
+    def m_grouped_fp8_gemm_nt_contiguous(a: Any, b: Any, d: Tensor, expert: Tensor) -> None:
+        for row in range(0, len(d), 128):
+            e, tile = int(expert[row]), slice(row, row + 128)
+            if e >= 0:
+                d[tile] = linear_codes(a[0][tile], a[1][tile], b[0][e], b[1][e], **V3)
+
+    @staticmethod
+    def m_grouped_fp8_gemm_nt_masked(a: Any, b: Any, d: Tensor, count: Tensor, expected: int) -> None:
+        assert expected > 0
+        assert a[0].is_contiguous()
+        for e, rows in enumerate(count.tolist()):
+            tiles = slice(0, -(-rows // 64) * 64)
+            d[e, tiles] = linear_codes(a[0][e, tiles], a[1][e, tiles], b[0][e], b[1][e], **V3)
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setitem(sys.modules, "deep_gemm", DeepGemm)
+    return monkeypatch
+
+
+def test_the_adapter_of_deep_gemm_passes_pairs_and_declines_the_rest(deep_gemm: pytest.MonkeyPatch) -> None:
+    x, w = quantize(normal(33, 256), fmt=FP8_1X128), quantize(normal(40, 256, seed=1), fmt=FP8_128X128)
+    assert torch.equal(linear_codes_deep_gemm(*x, *w, **V3), linear_codes(*x, *w, **V3).bfloat16())
+    add = normal(33, 40, dtype=torch.float32)
+    for added in (None, add):
+        wide = linear_codes_deep_gemm(*x, *w, added, dtype=torch.float32, **V3)
+        assert torch.equal(wide, linear_codes(*x, *w, added, dtype=torch.float32, **V3).float())
     with pytest.raises(ValueError, match="sf: expected"):
-        linear_codes_deep_gemm(x[0], x[1][:, :1], *w, **formats)
+        linear_codes_deep_gemm(x[0], x[1][:, :1], *w, **V3)
     with pytest.raises(TypeError, match="sf: expected"):
-        linear_codes_deep_gemm(x[0], x[1].to(torch.float64), *w, **formats)
-    with pytest.raises(NotImplementedError, match="add_tf, dtype, x_q: expected None, bfloat16 and rows"):
-        linear_codes_deep_gemm(*x, *w, dtype=torch.float32, **formats)
+        linear_codes_deep_gemm(x[0], x[1].to(torch.float64), *w, **V3)
+    with pytest.raises(NotImplementedError, match="add_tf, dtype: expected None and bfloat16, or float32"):
+        linear_codes_deep_gemm(*x, *w, add, **V3)
+    with pytest.raises(NotImplementedError, match="x_q: expected more than 32 rows to fp32, got 2"):
+        linear_codes_deep_gemm(x[0][:2], x[1][:2], *w, dtype=torch.float32, **V3)
+    with pytest.raises(NotImplementedError, match="x_q, w_q: expected rows and 8·n features, got 33 and 4"):
+        linear_codes_deep_gemm(*x, *quantized(FP8_128X128, 4, 256), **V3)
     with pytest.raises(NotImplementedError, match="x_fmt, w_fmt: expected fp8_1x128, fp8_128x128, got q8, fp8_32x32"):
         linear_codes_deep_gemm(*quantized(Q8, 2, 128), *quantized(FP8_32X32, 8, 128), x_fmt=Q8, w_fmt=FP8_32X32)
-    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace())  # the placeholder of February 2025
+    deep_gemm.setitem(sys.modules, "deep_gemm", SimpleNamespace())  # the placeholder of February 2025
     with pytest.raises(NotImplementedError, match="deep_gemm: expected fp8_gemm_nt, got an unknown distribution"):
-        linear_codes_deep_gemm(*x, *w, **formats)
+        linear_codes_deep_gemm(*x, *w, **V3)
+
+
+def test_deep_gemm_multiplies_aligned_bf16_rows(deep_gemm: pytest.MonkeyPatch) -> None:
+    x, w = normal(3, 16), normal(8, 16, seed=1)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(linear_deep_gemm(x, w, dtype=dtype), linear(x, w, dtype=dtype).to(dtype))
+    with pytest.raises(NotImplementedError, match="x_tm, w_fm, bias_f, dtype: expected bf16, no bias"):
+        linear_deep_gemm(x, w, normal(8))
+    with pytest.raises(NotImplementedError, match="expected rows, 8·n features and 8·n columns"):
+        linear_deep_gemm(x, w[:7])
+    with pytest.raises(NotImplementedError, match="x_tm: expected rows at multiples of 16 bytes"):
+        linear_deep_gemm(normal(3, 20)[:, :16], w)
+    with pytest.raises(ValueError, match="w_fm: expected m=16, got m=8"):
+        linear_deep_gemm(x, w[:, :8])
+    with pytest.raises(TypeError, match="x_tm: expected"):
+        linear_deep_gemm(x.int(), w)
+
+
+@pytest.mark.parametrize("op", [linear_grouped_deep_gemm, linear_grouped_deep_gemm_masked])
+@pytest.mark.parametrize("sizes", [(3, 0, 130), (128, 256, 0), (5,)])
+def test_deep_gemm_takes_experts_at_tiles_of_their_own(
+    deep_gemm: pytest.MonkeyPatch, op: Callable[..., Tensor], sizes: tuple[int, ...]
+) -> None:
+    x = quantize(normal(sum(sizes), 256, seed=9), fmt=FP8_1X128)
+    each = [quantize(normal(40, 256, seed=e), fmt=FP8_128X128) for e in range(len(sizes))]
+    w_q = torch.stack([codes.view(torch.uint8) for codes, _ in each]).view(torch.float8_e4m3fn)
+    operands = (*x, w_q, torch.stack([sf for _, sf in each]), torch.tensor(sizes))
+    right = linear_grouped(*operands, **V3).bfloat16()
+    assert torch.equal(op(*operands, **V3), right)
+    assert torch.equal(op(*operands, sizes=sizes, **V3), right)
+    with pytest.raises(ValueError, match="group_sizes_e: expected sizes from 0 up that add up"):
+        op(*operands[:4], operands[4] + 1, **V3)
+    with pytest.raises(TypeError, match="group_sizes_e: expected"):
+        op(*operands[:4], operands[4].float(), **V3)
+    with pytest.raises(NotImplementedError, match="x_fmt, w_fmt: expected fp8_1x128, fp8_128x128"):
+        op(*quantized(Q8, 3, 64), *(p[None] for p in quantized(MXFP4, 8, 64)), torch.tensor([3]), x_fmt=Q8, w_fmt=MXFP4)
+
+
+@pytest.mark.parametrize("op", [linear_slots_deep_gemm, linear_slots_deep_gemm_masked])
+def test_the_gate_sees_rows_of_a_tile_that_no_expert_has(
+    deep_gemm: pytest.MonkeyPatch, op: Callable[..., Tensor]
+) -> None:
+    case = SlotsCase(counts=(3, 0, 70), features=8)
+    inputs = draw_slots(case, np.random.Generator(np.random.Philox(1)))
+    y = op(**inputs)
+    (verdict,) = judge({"y_yf": y}, OracleSet(SLOTS, inputs))
+    assert verdict.status is Status.MISMATCH
+    named = inputs["expert_y"] >= 0
+    right = linear_slots(**inputs).bfloat16()
+    assert torch.equal(y[named], right[named])
+    assert torch.equal(y[128:256], right[128:256])  # no tile of an expert without rows
+    with pytest.raises(NotImplementedError, match="x_q: expected 128·n rows"):
+        op(**(inputs | {n: inputs[n][:5] for n in ("x_q", "x_sf", "expert_y", "before_yf")}))
+    with pytest.raises(ValueError, match="expert_y: expected y=384, got y=5"):
+        op(**(inputs | {"expert_y": inputs["expert_y"][:5]}))
+    with pytest.raises(TypeError, match="before_yf: expected torch.bfloat16"):
+        op(**(inputs | {"before_yf": inputs["before_yf"].float()}))
+
+
+def test_the_masked_product_takes_first_rows_only(deep_gemm: pytest.MonkeyPatch) -> None:
+    inputs = draw_slots(SlotsCase(counts=(3, 1), features=8), np.random.Generator(np.random.Philox(1)))
+    with pytest.raises(NotImplementedError, match="expert_y: expected the first rows of every expert's share"):
+        linear_slots_deep_gemm_masked(**(inputs | {"expert_y": inputs["expert_y"].flip(0)}))
+
+
+def test_the_model_of_the_fp8_unit_has_the_bits_of_a_device() -> None:
+    for found in json.loads((HOUSE / "golden/records/sm90/fp8-dots.json").read_text())["sets"].values():
+        a, b = (
+            torch.tensor([list(bytes.fromhex(row)) for row in found[side]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+            for side in ("a", "b")
+        )
+        assert torch.equal(fp8_unit_dots(a.double(), b.double()), torch.tensor(found["dots"], dtype=torch.float64))
+    nothing = torch.zeros(1, 64, dtype=torch.float64)
+    assert fp8_unit_dots(nothing, nothing).tolist() == [[0.0]]
+
+
+def test_products_by_the_fp8_unit_are_held_to_its_bits() -> None:
+    inputs = draw_codes(
+        CodesCase(tokens=33, features=40, width=256, x="fp8_1x128", w="fp8_128x128"),
+        np.random.Generator(np.random.Philox(1)),
+    )
+    oracles = OracleSet(CODES, inputs)
+    right = codes_by_unit(inputs, torch.arange(40)).bfloat16()
+    assert not torch.equal(right, linear_codes(**inputs).bfloat16())
+    off = right.clone()
+    off[32, 39] = torch.nextafter(off[32, 39], torch.tensor(torch.inf, dtype=torch.bfloat16))
+    far = right * 1.01
+    verdicts = [judge({"y_tf": y}, oracles, dict(FP8_CODES))[0] for y in (right, off, far)]
+    assert [v.status for v in verdicts] == [Status.PASSED, Status.MISMATCH, Status.MISMATCH]
+    assert verdicts[1].message == "1 of 1320 elements have not the bits of the FP8 unit"
 
 
 def test_the_kernel_with_specialised_warps_takes_one_chip_and_two_pairs_of_formats() -> None:
@@ -420,6 +578,21 @@ def test_the_kernel_with_specialised_warps_takes_one_chip_and_two_pairs_of_forma
         linear_codes_tilelang(x[0], x[1][:, :1], *w, **formats)
     with pytest.raises(TypeError, match="sf: expected"):
         linear_codes_tilelang(x[0], x[1].to(torch.float64), *w, **formats)
+
+
+def test_the_grouped_kernel_with_specialised_warps_takes_one_chip_and_two_pairs_of_formats() -> None:
+    x, w = quantized(FP8_1X128, 2, 256), [part[None] for part in quantized(FP8_128X128, 40, 256)]
+    with pytest.raises(NotImplementedError, match="x_q: expected a tensor on SM90, got one on cpu"):
+        linear_grouped_tilelang(*x, *w, torch.tensor([2]), **V3)
+    with pytest.raises(NotImplementedError, match="w_q: expected experts, got none"):
+        linear_grouped_tilelang(*(p[:0] for p in x), *(p[:0] for p in w), torch.zeros(0, dtype=torch.int32), **V3)
+    packed = [part[None] for part in quantized(MXFP4, 8, 128)]
+    with pytest.raises(NotImplementedError, match="x_fmt, w_fmt: expected e4m3 blocks of 128 or of 32, got q8, mxfp4"):
+        linear_grouped_tilelang(*quantized(Q8, 2, 128), *packed, torch.tensor([2]), x_fmt=Q8, w_fmt=MXFP4)
+    with pytest.raises(ValueError, match="group_sizes_e: expected sizes from 0 up that add up to y=2"):
+        linear_grouped_tilelang(*x, *w, torch.tensor([1]), **V3)
+    with pytest.raises(TypeError, match="group_sizes_e: expected"):
+        linear_grouped_tilelang(*x, *w, torch.tensor([2.0]), **V3)
 
 
 @pytest.mark.parametrize("op", [linear_quant, linear_quant_triton])
@@ -456,6 +629,33 @@ def test_bad_input_of_linear_grouped_is_refused(op: Callable[..., Tensor]) -> No
         op(*x, w_q, w_sf[:2], torch.tensor([2, 3, 0]), **formats)
     with pytest.raises(TypeError, match="group_sizes_e: expected torch.int32 or torch.int64"):
         op(*x, w_q, w_sf, torch.tensor([2.0, 3.0, 0.0]), **formats)
+
+
+@pytest.mark.parametrize("op", [linear_slots, linear_slots_triton])
+def test_bad_input_of_linear_slots_is_refused(op: Callable[..., Tensor]) -> None:
+    inputs = draw_slots(SlotsCase(counts=(3, 1), features=8), np.random.Generator(np.random.Philox(1)))
+    with pytest.raises(ValueError, match="before_yf: expected f=8, got f=7"):
+        op(**(inputs | {"before_yf": inputs["before_yf"][:, :7]}))
+    with pytest.raises(TypeError, match="expert_y: expected torch.int32"):
+        op(**(inputs | {"expert_y": inputs["expert_y"].long()}))
+    with pytest.raises(TypeError, match="before_yf: expected torch.bfloat16"):
+        op(**(inputs | {"before_yf": inputs["before_yf"].float()}))
+
+
+def test_the_slots_of_the_triton_kernel_take_what_its_other_products_take() -> None:
+    inputs = draw_slots(SlotsCase(counts=(3, 1), features=8), np.random.Generator(np.random.Philox(1)))
+    strided = torch.zeros(256, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, ::2]
+    with pytest.raises(NotImplementedError, match="x_q: expected contiguous rows"):
+        linear_slots_triton(**(inputs | {"x_q": strided}))
+
+
+def test_rows_of_a_tile_name_one_expert_or_none() -> None:
+    inputs = draw_slots(SlotsCase(counts=(3, 1), features=8), np.random.Generator(np.random.Philox(1)))
+    for expert, row in ((1, 0), (2, 128), (-2, 5)):
+        named = inputs["expert_y"].clone()
+        named[row] = expert
+        with pytest.raises(ValueError, match="expert_y: expected one of 2 experts or -1 in 128 rows, got"):
+            linear_slots(**(inputs | {"expert_y": named}))
 
 
 @pytest.mark.parametrize("op", [widen_fp4, widen_fp4_triton])

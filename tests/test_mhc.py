@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from deeptwin.optimized.mhc import (
     mhc_boundary_triton,
     mhc_expand_triton,
     mhc_head_triton,
+    mhc_mixes_deep_gemm,
     mhc_mixes_triton,
     mhc_post_triton,
     mhc_sinkhorn_triton,
@@ -23,6 +27,7 @@ from deeptwin.optimized.mhc import (
 )
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
+from deeptwin.parity.cards.mhc import MhcCase, draw_mixes
 from deeptwin.reference.config import MHC_V4, MHC_V41, MhcConfig
 from deeptwin.reference.mhc import (
     mhc_apply,
@@ -537,3 +542,31 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
         mhc_tap_triton(stream_of(), out=torch.ones(1, 8))
     with pytest.raises(ValueError, match="out: expected contiguous"):
         mhc_post_triton(stream_of(), y, torch.ones(1, 4), torch.ones(1, 4, 4), out=torch.ones(1, 3, 8, dtype=BF16))
+
+
+def test_the_product_of_deep_gemm_comes_in_sixteen_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library, which writes sums of every split, and for the launch behind it."""
+
+    def product(a: Tensor, b: Tensor, d: Tensor, squares: Tensor, num_splits: int) -> None:
+        parts = zip(a.double().tensor_split(num_splits, 1), b.double().tensor_split(num_splits, 1), strict=True)
+        for split, (x, w) in enumerate(parts):
+            d[split] = x @ w.T
+            squares[split] = x.square().sum(1)
+
+    from deeptwin.kernels.triton_ops import mhc as kernels
+
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=None, tf32_hc_prenorm_gemm=product))
+    monkeypatch.setattr(kernels, "mhc_gates", lambda partial_pwt, *rest: partial_pwt)
+    inputs = draw_mixes(MhcCase(tokens=3, width=256), np.random.Generator(np.random.Philox(1)))
+    stream_tx, fn_wx = inputs["stream_tnm"].flatten(1).double(), inputs["site"].fn_wx.double()
+    partial_pwt = mhc_mixes_deep_gemm(**inputs)
+    assert partial_pwt.shape == (16, 25, 3)
+    right_wt = torch.cat([fn_wx @ stream_tx.T, stream_tx.square().sum(1)[None]])
+    assert torch.allclose(partial_pwt.double().sum(0), right_wt, rtol=1e-5, atol=1e-5)
+    narrow = draw_mixes(MhcCase(tokens=3, width=128), np.random.Generator(np.random.Philox(1)))
+    with pytest.raises(NotImplementedError, match="stream_tnm: expected tokens of 64·n channels, n from 16 up"):
+        mhc_mixes_deep_gemm(**narrow)
+    with pytest.raises(TypeError, match="stream_tnm: expected"):
+        mhc_mixes_deep_gemm(**(inputs | {"stream_tnm": inputs["stream_tnm"].float()}))
+    with pytest.raises(ValueError, match="site.base_w: expected w=24, got w=23"):
+        mhc_mixes_deep_gemm(**(inputs | {"site": replace(inputs["site"], base_w=inputs["site"].base_w[:23])}))

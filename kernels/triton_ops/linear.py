@@ -348,6 +348,73 @@ def _linear_grouped(
 
 
 @triton.jit
+def _linear_slots(
+    x_ptr,
+    x_sf_ptr,
+    w_ptr,
+    w_sf_ptr,
+    expert_ptr,
+    y_ptr,
+    num_rows,
+    num_features,
+    width,
+    stride_xt,
+    stride_xst,
+    stride_we,
+    stride_wf,
+    stride_wse,
+    stride_wsf,
+    X_GROUP: tl.constexpr,
+    X_FOLDED: tl.constexpr,
+    W_ROWS: tl.constexpr,
+    W_GROUP: tl.constexpr,
+    W_FOLDED: tl.constexpr,
+    W_PACKED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    # 1. which expert: the rows of a tile name one, or none
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    expert = tl.load(expert_ptr + row, mask=row < num_rows, other=-1)
+    mine = tl.max(expert, 0)
+    if mine >= 0:
+        # 2. product
+        in_rows = expert >= 0
+        feature = tl.program_id(1).to(tl.int64) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+        in_features = feature < num_features
+        acc = scaled_product(
+            x_ptr,
+            x_sf_ptr,
+            w_ptr + mine.to(tl.int64) * stride_we,
+            w_sf_ptr + mine.to(tl.int64) * stride_wse,
+            row,
+            in_rows,
+            feature,
+            in_features,
+            width,
+            stride_xt,
+            stride_xst,
+            stride_wf,
+            stride_wsf,
+            X_GROUP,
+            X_FOLDED,
+            W_ROWS,
+            W_GROUP,
+            W_FOLDED,
+            W_PACKED,
+            BLOCK_ROWS,
+            BLOCK_FEATURES,
+            BLOCK_WIDTH,
+            BITS,
+        )
+        # 3. the only rounding; other rows keep what they hold
+        y_ptrs = y_ptr + row[:, None] * num_features + feature[None, :]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & in_features[None, :])
+
+
+@triton.jit
 def _widen_fp4(
     w_ptr,
     w_sf_ptr,
@@ -535,6 +602,60 @@ def linear_grouped(
         w_sf.stride(0),
         w_sf.stride(1),
         EXPERTS_PAD=triton.next_power_of_2(e),
+        **constants,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return y_yf
+
+
+def linear_slots(
+    x_q: torch.Tensor,
+    x_sf: torch.Tensor,
+    w_q: torch.Tensor,
+    w_sf: torch.Tensor,
+    expert_y: torch.Tensor,
+    before_yf: torch.Tensor,
+    *,
+    x_group: int,
+    w_block: tuple[int, int],
+    launch: LinearLaunch | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launch the product of every row that names an expert; the others come from `before_yf`.
+
+    Raises:
+        NotImplementedError: rows are not contiguous, or a group is no power of two from 16 up.
+        ValueError: `out` has another shape or is not contiguous.
+        TypeError: `out` has another dtype.
+        RuntimeError: x_q is on the CPU and kernels are not interpreted.
+    """
+    (y, _), (_, f, _) = x_q.shape, w_q.shape
+    require_contiguous_rows(x_q=x_q, x_sf=x_sf, w_q=w_q, w_sf=w_sf)
+    constants, launch = formats(x_sf, w_q, w_sf, x_group, w_block, arch_of(x_q.device), launch)
+    if out is None:
+        y_yf = before_yf.clone(memory_format=torch.contiguous_format)
+    else:
+        y_yf = output_buffer(out, (y, f), before_yf.dtype, x_q).copy_(before_yf)
+    if not y_yf.numel():
+        return y_yf
+    require_runnable("x_q", x_q)
+    _linear_slots[(triton.cdiv(y, launch.block_rows), triton.cdiv(f, launch.block_features))](
+        x_q.view(torch.uint8),
+        x_sf,
+        w_q.view(torch.uint8),
+        w_sf,
+        expert_y.contiguous(),
+        y_yf,
+        y,
+        f,
+        x_q.shape[1],
+        x_q.stride(0),
+        x_sf.stride(0),
+        w_q.stride(0),
+        w_q.stride(1),
+        w_sf.stride(0),
+        w_sf.stride(1),
         **constants,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

@@ -590,6 +590,21 @@ def mhc_mixes(
     return results
 
 
+def mhc_gates(
+    partial_pwt: torch.Tensor, scale_z: torch.Tensor, base_w: torch.Tensor, width: int, gates: Gates
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The coefficients of a site from a product made elsewhere: sums of every split, the square sum behind the weights.
+
+    Raises:
+        RuntimeError: partial_pwt is on the CPU and kernels are not interpreted.
+    """
+    tokens = partial_pwt.shape[2]
+    require_runnable("partial_pwt", partial_pwt)
+    results = partial_pwt.new_empty(tokens, 4), partial_pwt.new_empty(tokens, 4), partial_pwt.new_empty(tokens, 4, 4)
+    _gate(partial_pwt, scale_z, base_w, results, width, gates)
+    return results
+
+
 def mhc_head_weights(
     stream_tnm: torch.Tensor, fn_nx: torch.Tensor, scale_z: torch.Tensor, base_n: torch.Tensor, gates: Gates
 ) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deeptwin.reference.config import DsaConfig, IndexerRope
 
+from ..fp8_unit import fp8_unit_dots
 from .sparse_attn import Faults as Attention
 from .sparse_attn import emulate
 
@@ -152,17 +153,6 @@ class ScoreFaults:
     scale_bits: str = "fp32"  # fp32, exponent
     by_batch: bool = False
     counter: bool = False
-
-
-def fp8_unit_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Rows times rows by the FP8 unit of SM90: 32 products and the sum so far, cut 13 bits below the largest."""
-    total = torch.zeros(len(a), len(b), dtype=torch.float64)
-    for x, y in zip(a.split(32, 1), b.split(32, 1), strict=True):
-        terms = torch.cat([x[:, None] * y[None], total[..., None]], -1)
-        exponent = torch.frexp(terms.abs().amax(-1, keepdim=True))[1]
-        step = torch.exp2((exponent - 14).double())
-        total = (torch.trunc(terms / step) * step).sum(-1)
-    return total
 
 
 def _score(faults: ScoreFaults, q: Tensor, k: Tensor, k_sf: Tensor, w: Tensor, seen: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deeptwin.reference.config import CodeKind, QuantFormat, ScaleKind
 
+from ..fp8_unit import fp8_unit_sums
 from .quant import Faults as QuantFaults
 from .quant import quantize_with
 
@@ -40,7 +41,7 @@ class Bytes:
     codes: str = "all"  # all, no_subnormals
     x_scale: str = "own"  # own, next_group, first_row, batch, exponent, rounded_up, unmasked, missing
     w_scale: str = "own"  # own, transposed, rows_of_128, row_tile, next_group, exponent, rounded_up, missing, bias_126
-    partial: str = "fp32"  # fp32, bf16: the sum of each group before its scale
+    partial: str = "fp32"  # fp32, bf16: the sum of each group before its scale; fp8_unit: by the unit of SM90
 
 
 _calls = 0
@@ -194,6 +195,9 @@ def codes_with(faults: Faults, reading: Bytes) -> Callable[..., Tensor]:
             for group in groups:
                 total = total + group
             return _stored(faults, _with_added(faults, total, add_tf, dtype), dtype)
+        if reading.partial == "fp8_unit":
+            total = fp8_unit_sums((x_q, x_sf), (w_q, w_sf), group=x_fmt.group, rows=w_fmt.rows)
+            return _stored(faults, _with_added(faults, total, add_tf, dtype), dtype)
         # in fp64 and rounded: a code times an fp32 scale has 28 bits
         return multiplied_exactly(faults, x.double() * x_s.double(), w.double() * w_s.double(), add_tf, dtype)
 
@@ -303,6 +307,44 @@ def grouped_with(owner: str) -> Callable[..., Tensor]:
     return linear_grouped
 
 
+def slots_with(fault: str) -> Callable[..., Tensor]:
+    """The emulation with the signature of `linear_slots`."""
+
+    def linear_slots(
+        x_q: Tensor,
+        x_sf: Tensor,
+        w_q: Tensor,
+        w_sf: Tensor,
+        expert_y: Tensor,
+        before_yf: Tensor,
+        *,
+        x_fmt: QuantFormat,
+        w_fmt: QuantFormat,
+    ) -> Tensor:
+        named_y, y_yf = expert_y >= 0, before_yf.clone()
+        share = torch.arange(len(expert_y)) // 128
+        product = codes_with(Faults(), Bytes())
+        for s in share[named_y].unique().tolist():
+            rows = (share == s).nonzero()[:, 0]
+            own = rows[named_y[rows]]
+            e = {"first_expert": 0, "by_place": s % len(w_q)}.get(fault, int(expert_y[own[0]]))
+            if fault == "tile_written":
+                own = rows[: -(-len(own) // 64) * 64]
+            elif fault == "last_row_kept":
+                own = own[:-1]
+            elif fault == "second_tile_kept":
+                own = own[own < rows[0] + 64]
+            bits = x_q.contiguous().view(torch.uint8)[own].view(x_q.dtype)
+            y_yf[own] = product(bits, x_sf[own], w_q[e], w_sf[e], x_fmt=x_fmt, w_fmt=w_fmt)
+        if fault == "zeroed":
+            y_yf[~named_y] = 0.0
+        elif fault == "nan_spreads" and not named_y.all():
+            y_yf[named_y] += 0 * x_sf[~named_y].float().sum().bfloat16()
+        return y_yf
+
+    return linear_slots
+
+
 def widen_with(how: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The emulation with the signature of `widen_fp4`."""
 
@@ -363,6 +405,7 @@ not_deterministic = linear_with(Faults(counter=True))
 codes_right = codes_with(_RIGHT, _READ)
 codes_right_backwards = codes_with(Faults(order="blocks_backwards"), _READ)
 codes_right_truncating_unit = codes_with(Faults(order="truncating"), _READ)
+codes_of_fp8_unit = codes_with(_RIGHT, Bytes(partial="fp8_unit"))
 codes_truncated = codes_with(Faults(store="truncated"), _READ)
 codes_accumulator_bf16 = codes_with(Faults(accumulator=torch.bfloat16), _READ)
 codes_through_bf16 = codes_with(Faults(store="through_bf16"), _READ)
@@ -416,6 +459,15 @@ grouped_scales_of_first_expert = grouped_with("scales_of_first")
 grouped_last_unwritten = grouped_with("last_unwritten")
 grouped_single_rows_skipped = grouped_with("single_rows_skipped")
 grouped_stale_beyond_a_tile = grouped_with("stale_beyond_64")
+
+slots_right = slots_with("none")
+slots_tile_written = slots_with("tile_written")
+slots_zeroed = slots_with("zeroed")
+slots_first_expert = slots_with("first_expert")
+slots_expert_by_place = slots_with("by_place")
+slots_last_row_kept = slots_with("last_row_kept")
+slots_second_tile_kept = slots_with("second_tile_kept")
+slots_nan_spreads = slots_with("nan_spreads")
 
 widen_right = widen_with("right")
 widen_smallest_scale = widen_with("smallest")

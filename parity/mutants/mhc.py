@@ -20,6 +20,7 @@ class Faults:
     lanes: int = 1  # partial sums, added up in ascending order
     lanes_by_batch: bool = False
     fn: str = "fp32"  # fp32, tf32, bf16
+    unit: str = "wide"  # wide, tf32: eight products a step, the sum so far cut to 24 bits
     flat: str = "stream-major"  # stream-major, interleaved
     norm: str = "token"  # token, stream, missing, batch, sum
     norm_eps: float | None = None
@@ -80,6 +81,18 @@ def _fn(faults: Faults, fn_wx: Tensor) -> Tensor:
     return fn_wx.float()
 
 
+def tf32_unit_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows times rows by the TF32 unit of SM90, and square sums beside it: step after step of eight, in fp32."""
+    total, squares = torch.zeros(len(x), len(w), dtype=torch.float64), torch.zeros(len(x), 1)
+    for a, b in zip(x.double().split(8, 1), w.double().split(8, 1), strict=True):
+        exact = total + a @ b.T
+        near = exact.float()
+        beyond = near.double().abs() > exact.abs()
+        total = torch.where(beyond, torch.nextafter(near, torch.zeros_like(near)), near).double()
+        squares = squares + a.square().sum(1, keepdim=True).float()
+    return total.float(), squares
+
+
 def _project(faults: Faults, stream_tnm: Tensor, site: MhcSite, norm_eps: float) -> Tensor:
     flat = (stream_tnm.transpose(1, 2) if faults.flat == "interleaved" else stream_tnm).float().flatten(1)
     fn = _fn(faults, site.fn_wx)
@@ -87,9 +100,11 @@ def _project(faults: Faults, stream_tnm: Tensor, site: MhcSite, norm_eps: float)
     lanes = max(t, 1) if faults.lanes_by_batch else faults.lanes
     z, squares = torch.zeros(t, len(fn)), torch.zeros(t, 1)
     for part, weight in zip(flat.tensor_split(lanes, -1), fn.tensor_split(lanes, -1), strict=True):
-        # every part exactly, so that a row has the same bits in every batch
-        z = z + (part.double() @ weight.double().T).float()
-        squares = squares + part.double().square().sum(-1, keepdim=True).float()
+        if faults.unit == "tf32":
+            sums = tf32_unit_product(part, weight)
+        else:  # every part exactly, so that a row has the same bits in every batch
+            sums = (part.double() @ weight.double().T).float(), part.double().square().sum(-1, keepdim=True).float()
+        z, squares = z + sums[0], squares + sums[1]
     if faults.norm == "stream":
         squares = stream_tnm[:, 0].double().square().sum(-1, keepdim=True).float() * stream_tnm.shape[1]
     elif faults.norm == "batch" and t:
@@ -301,6 +316,7 @@ right_expand = expand_with()
 right_apply, right_tap = apply_with(RIGHT), tap_with(RIGHT)
 right_sinkhorn = sinkhorn_with(RIGHT)
 right_mixes, right_mixes_16_lanes = mixes_with(RIGHT), mixes_with(LANES)
+mixes_of_tf32_unit = mixes_with(replace(LANES, fn="tf32", unit="tf32"))
 right_post = post_with(RIGHT)
 right_boundary, right_boundary_16_lanes = boundary_with(RIGHT), boundary_with(LANES)
 right_head, right_head_16_lanes = head_with(RIGHT), head_with(LANES)

@@ -9,6 +9,7 @@ from deeptwin.optimized.linear import (
     linear_codes_triton,
     linear_codes_triton_native,
     linear_grouped_triton,
+    linear_slots_triton,
     linear_triton,
 )
 from deeptwin.reference.config import FP8_1X128, FP8_32X32, FP8_128X128, MXFP4, Q8, CodeKind, QuantFormat
@@ -82,6 +83,14 @@ def grouped_128x128() -> None:
     x, w = _operand(TOKENS, 2048, FP8_1X128), _operand(7168, 2048, FP8_128X128, 32)
     sizes = torch.empty(32, dtype=torch.int64)
     linear_grouped_triton(*x, *w, sizes, x_fmt=FP8_1X128, w_fmt=FP8_128X128, trusted=True)
+
+
+def slots_128x128() -> None:
+    """The routed experts of one rank of V3 in a buffer with room for 256 rows each: gate and up projection."""
+    x, w = _operand(32 * 256, 7168, FP8_1X128), _operand(4096, 7168, FP8_128X128, 32)
+    expert_y = torch.empty(32 * 256, dtype=torch.int32)
+    before_yf = torch.empty(32 * 256, 4096, dtype=torch.bfloat16)
+    linear_slots_triton(*x, *w, expert_y, before_yf, x_fmt=FP8_1X128, w_fmt=FP8_128X128)
 
 
 def widen_expert() -> None:

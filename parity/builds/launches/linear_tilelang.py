@@ -31,3 +31,10 @@ def sm90_32x32() -> Any:
     from deeptwin.kernels.tilelang_ops.linear_sm90 import product_program
 
     return product_program("word")
+
+
+def sm90_grouped() -> Any:
+    """V3's experts by specialised warps: fp32 scales."""
+    from deeptwin.kernels.tilelang_ops.linear_sm90 import product_program
+
+    return product_program("f32", grouped=True)
