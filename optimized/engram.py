@@ -22,7 +22,10 @@ from deeptwin.reference.checks import (
 from deeptwin.reference.config import EngramLayout, OutsideVocabulary
 from deeptwin.reference.weights import EngramWeights
 
+from .providers import packed, tile_kernels
+
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
+CLAMP = 1e-6  # least magnitude under the root of the gate
 
 
 def engram_window_triton(
@@ -79,13 +82,7 @@ def engram_hash_triton(
         ValueError: shapes disagree, w is not the one of `layout`; not trusted, and a class is not in
             0 … num_classes - 1; `out` does not fit.
     """
-    dims = {"w": layout.window}
-    expect_shape("window_tw", window_tw, "tw", dims)
-    expect_shape("image_t", image_t, "t", dims)
-    expect_dtype("window_tw", window_tw, torch.int32)
-    expect_dtype("image_t", image_t, torch.bool)
-    if not trusted:
-        expect_in_range("window_tw", window_tw, 0, layout.num_classes)
+    _check_windows(window_tw, image_t, layout, trusted)
     from deeptwin.kernels.triton_ops import engram
 
     return engram.engram_hash(
@@ -184,17 +181,7 @@ def engram_gate_triton(
         TypeError: image_t is not bool, or another tensor is not bf16; `out` has another dtype.
         ValueError: shapes disagree, or eps is not positive; `out` does not fit.
     """
-    dims: dict[str, int] = {}
-    expect_shape("r_tnm", r_tnm, "tnm", dims)
-    expect_shape("kv_tjm", kv_tjm, "tjm", dims | {"j": dims["n"] + 1})
-    expect_shape("q_weight_nm", q_weight_nm, "nm", dims)
-    expect_shape("k_weight_nm", k_weight_nm, "nm", dims)
-    expect_shape("image_t", image_t, "t", dims)
-    floats = {"r_tnm": r_tnm, "kv_tjm": kv_tjm, "q_weight_nm": q_weight_nm, "k_weight_nm": k_weight_nm}
-    for name, x in floats.items():
-        expect_dtype(name, x, torch.bfloat16)
-    expect_dtype("image_t", image_t, torch.bool)
-    expect_positive("eps", eps)
+    _check_gate(r_tnm, kv_tjm, q_weight_nm, k_weight_nm, image_t, eps)
     from deeptwin.kernels.triton_ops import engram_mix
 
     return engram_mix.engram_gate(r_tnm, kv_tjm, q_weight_nm, k_weight_nm, image_t, eps=eps, out=out)
@@ -228,6 +215,51 @@ def engram_triton(
     return engram_gate_triton(r_tnm, kv_tjm, weights.q_weight_nm, weights.k_weight_nm, image_t, eps=eps, out=out)
 
 
+def engram_hash_tile_kernels(
+    window_tw: Tensor, image_t: Tensor, *, layout: EngramLayout, trusted: bool = False
+) -> Tensor:
+    """`engram_hash` by `engram_hash` of TileKernels 2.1.0 (SM90, SM100), bit for bit.
+
+    Layout: windows are packed if they are not; sizes and offsets are int32, sizes by n and head. Launches repeat, and
+    no token depends on its batch.
+
+    Raises:
+        TypeError: window_tw is not int32, or image_t is not bool.
+        ValueError: as `engram_hash_triton`.
+        NotImplementedError: no TileKernels 2.x.
+    """
+    _check_windows(window_tw, image_t, layout, trusted)
+    library = tile_kernels()
+    constants = _library_constants(layout, window_tw.device)
+    row_ltz: Tensor = library.engram.engram_hash(packed(window_tw), *constants, packed(image_t))
+    return row_ltz
+
+
+def engram_gate_tile_kernels(
+    r_tnm: Tensor, kv_tjm: Tensor, q_weight_nm: Tensor, k_weight_nm: Tensor, image_t: Tensor, *, eps: float
+) -> Tensor:
+    """`engram_gate` by `fused_weight` and `engram_gate_fwd` of TileKernels 2.1.0 (SM90, SM100).
+
+    Layout: tensors are packed if they are not; the product of the two weights is made here, once a call. The sign of d
+    is copied, as ours. Launches repeat, and no token depends on its batch.
+
+    Raises:
+        TypeError: image_t is not bool, or another tensor is not bf16.
+        ValueError: shapes disagree, or eps is not positive.
+        NotImplementedError: no TileKernels 2.x, or streams that are no multiple of 256 from 512 up.
+    """
+    _check_gate(r_tnm, kv_tjm, q_weight_nm, k_weight_nm, image_t, eps)
+    width = r_tnm.shape[2]
+    if width < 512 or width % 256:
+        raise NotImplementedError(f"r_tnm: expected streams of 256·n channels from 512 up, got {width}")
+    library = tile_kernels()
+    weight_nm = library.engram.fused_weight(packed(q_weight_nm), packed(k_weight_nm))
+    gated_tnm: Tensor = library.engram.engram_gate_fwd(
+        packed(r_tnm), packed(kv_tjm), weight_nm, eps, CLAMP, save_for_backward=False, image_token_mask=packed(image_t)
+    )[0]
+    return gated_tnm
+
+
 @lru_cache(maxsize=16)
 def _hash_constants(layout: EngramLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Multipliers, primes and offsets of `layout` on `device`, int64, one line a layer."""
@@ -236,6 +268,13 @@ def _hash_constants(layout: EngramLayout, device: torch.device) -> tuple[Tensor,
         for table in (layout.multipliers, layout.primes, layout.offsets)
     )
     return multipliers, primes, offsets
+
+
+@lru_cache(maxsize=16)
+def _library_constants(layout: EngramLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as TileKernels takes them: sizes by n and head, sizes and offsets as int32."""
+    multipliers, sizes, offsets = _hash_constants(layout, device)
+    return multipliers, sizes.to(torch.int32).unflatten(1, (-1, layout.num_heads)), offsets.to(torch.int32)
 
 
 def _check_values(
@@ -258,6 +297,32 @@ def _check_values(
     expect_in_range("history_bi", history_bi, -1, 2**31 - 1)
     if outside is OutsideVocabulary.REFUSE:
         expect_in_range("ids_t", torch.where(image_t, 0, ids_t), 0, num_ids)
+
+
+def _check_windows(window_tw: Tensor, image_t: Tensor, layout: EngramLayout, trusted: bool) -> None:
+    dims = {"w": layout.window}
+    expect_shape("window_tw", window_tw, "tw", dims)
+    expect_shape("image_t", image_t, "t", dims)
+    expect_dtype("window_tw", window_tw, torch.int32)
+    expect_dtype("image_t", image_t, torch.bool)
+    if not trusted:
+        expect_in_range("window_tw", window_tw, 0, layout.num_classes)
+
+
+def _check_gate(
+    r_tnm: Tensor, kv_tjm: Tensor, q_weight_nm: Tensor, k_weight_nm: Tensor, image_t: Tensor, eps: float
+) -> None:
+    dims: dict[str, int] = {}
+    expect_shape("r_tnm", r_tnm, "tnm", dims)
+    expect_shape("kv_tjm", kv_tjm, "tjm", dims | {"j": dims["n"] + 1})
+    expect_shape("q_weight_nm", q_weight_nm, "nm", dims)
+    expect_shape("k_weight_nm", k_weight_nm, "nm", dims)
+    expect_shape("image_t", image_t, "t", dims)
+    floats = {"r_tnm": r_tnm, "kv_tjm": kv_tjm, "q_weight_nm": q_weight_nm, "k_weight_nm": k_weight_nm}
+    for name, x in floats.items():
+        expect_dtype(name, x, torch.bfloat16)
+    expect_dtype("image_t", image_t, torch.bool)
+    expect_positive("eps", eps)
 
 
 def _check_table(table_rd: Tensor, table_sf_rg: Tensor, row_tz: Tensor, trusted: bool) -> None:

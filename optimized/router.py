@@ -8,6 +8,8 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_finite, expect_in_range, expect_shape
 from deeptwin.reference.config import GroupScore, RouterConfig, Scoring, WeightSum
 
+from .providers import packed, tile_kernels
+
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -36,13 +38,7 @@ def route_triton(
         NotImplementedError: more than 1024 experts or 32 selected; groups whose size is no power of two.
     """
     t = _check_logits(logits_te, mask_t, config, dtype, trusted)
-    if (bias_vl_e is None) != (image_mask_t is None):
-        raise ValueError(f"bias_vl_e: expected together with image_mask_t, got {bias_vl_e is not None} alone")
-    _check_bias("bias_e", bias_e, config, trusted)
-    if bias_vl_e is not None and image_mask_t is not None:
-        _check_bias("bias_vl_e", bias_vl_e, config, trusted)
-        expect_shape("image_mask_t", image_mask_t, "t", {"t": t})
-        expect_dtype("image_mask_t", image_mask_t, torch.bool)
+    _check_biases(bias_e, bias_vl_e, image_mask_t, t, config, trusted)
     from deeptwin.kernels.triton_ops import router
 
     return router.route(
@@ -139,6 +135,68 @@ def map_replicas_triton(
     from deeptwin.kernels.triton_ops import router
 
     return router.map_replicas(idx_tk, map_ej, count_e, ep_rank=ep_rank, out=out)
+
+
+def route_tile_kernels(
+    logits_te: Tensor,
+    bias_e: Tensor,
+    bias_vl_e: Tensor | None,
+    image_mask_t: Tensor | None,
+    mask_t: Tensor | None,
+    *,
+    config: RouterConfig,
+    dtype: torch.dtype = torch.float32,
+    trusted: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`route` by `moe_topk_gate_forward` of TileKernels 2.1.0 (SM90, SM100).
+
+    Layout: logits are packed if they are not. Ties go to the smaller expert, 1e-20 is added to the sum. A logit of a
+    token that is not finite traps on the device and costs the context: values are inspected as in `route_triton`, or
+    the caller vouches for them. Launches repeat, and no row depends on its batch.
+
+    Raises:
+        ValueError: as `route_triton`.
+        TypeError: as `route_triton`.
+        NotImplementedError: no TileKernels 2.x; sigmoid scores, groups, the exact sum, another dtype than fp32, more
+            than 32 selected, or experts that are no multiple of 4.
+    """
+    t = _check_logits(logits_te, mask_t, config, dtype, trusted)
+    _check_biases(bias_e, bias_vl_e, image_mask_t, t, config, trusted)
+    kind = (config.scoring, config.weight_sum, config.num_groups)
+    if kind != (Scoring.SQRT_SOFTPLUS, WeightSum.PLUS_EPS, 1) or config.topk > 32 or config.num_experts % 4:
+        raise NotImplementedError(f"config: expected sqrt-softplus, no groups, sum + 1e-20, 4·n experts, got {config}")
+    if dtype is not torch.float32:
+        raise NotImplementedError(f"dtype: expected float32, got {dtype}")
+    idx_tk, weights_tk = tile_kernels().moe.moe_topk_gate_forward(
+        packed(logits_te),
+        config.topk,
+        use_shared_as_routed=False,
+        num_shared_experts=0,
+        routed_scaling_factor=config.route_scale,
+        ep_rank=0,
+        mask=mask_t,
+        bias=packed(bias_e),
+        image_bias=None if bias_vl_e is None else packed(bias_vl_e),
+        image_token_mask=image_mask_t,
+    )
+    return idx_tk, weights_tk
+
+
+def _check_biases(
+    bias_e: Tensor,
+    bias_vl_e: Tensor | None,
+    image_mask_t: Tensor | None,
+    tokens: int,
+    config: RouterConfig,
+    trusted: bool,
+) -> None:
+    if (bias_vl_e is None) != (image_mask_t is None):
+        raise ValueError(f"bias_vl_e: expected together with image_mask_t, got {bias_vl_e is not None} alone")
+    _check_bias("bias_e", bias_e, config, trusted)
+    if bias_vl_e is not None and image_mask_t is not None:
+        _check_bias("bias_vl_e", bias_vl_e, config, trusted)
+        expect_shape("image_mask_t", image_mask_t, "t", {"t": tokens})
+        expect_dtype("image_mask_t", image_mask_t, torch.bool)
 
 
 def _check_logits(

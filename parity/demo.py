@@ -53,9 +53,10 @@ def _title(console: Console, text: str) -> None:
 
 def _some(card: Card, op: Op) -> list[Job]:
     chosen: dict[str, Job] = {}
+    rows = tuple(row for row in op.candidates if "cpu" in row.archs)
     for job in plan(card, op, full=False):
-        if job.case.regime in SHOWN_REGIMES and all(c.refusal(job.case, "cpu") is None for c in op.candidates):
-            chosen.setdefault(job.case.regime, replace(job, candidates=op.candidates, peers=()))
+        if job.case.regime in SHOWN_REGIMES and all(row.refusal(job.case, "cpu") is None for row in rows):
+            chosen.setdefault(job.case.regime, replace(job, candidates=rows, peers=()))
     return list(chosen.values())
 
 

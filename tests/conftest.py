@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
-from deeptwin.parity.card import Op, load_card
+from deeptwin.parity.card import Op, case_rng, load_card, resolve
+from deeptwin.parity.environment import fixed_numerics
 from deeptwin.parity.gate import Job, Runner, Settings, plan
+from deeptwin.parity.guard import Call
+from deeptwin.parity.judge import judge
+from deeptwin.parity.oracles import OracleSet
 from deeptwin.parity.outcome import Outcome, Status
 
 
@@ -67,3 +76,39 @@ class Judged:
 def judged() -> Judged:
     """One short gate run for each component that is asked for."""
     return Judged()
+
+
+@pytest.fixture
+def tile_kernels_faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """What is wrong with a component's rows of TileKernels on the cases that they take.
+
+    The library's torch references, of the same distribution, stand in for its CUDA functions: adapters are judged, the
+    kernels are not.
+    """
+    pytest.importorskip("tile_kernels")
+    for name in ("cast", "norm", "rope", "swiglu", "topk", "mhc", "engram"):
+        importlib.import_module(f"tile_kernels.torch.{name}")
+    spec = importlib.util.spec_from_file_location("stand_in", Path(__file__).with_name("tile_kernels_stand_in.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "tile_kernels", module.stand_in())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    projection = pytest.importorskip("deeptwin.kernels.triton_ops.mhc")
+    monkeypatch.setattr(projection, "mhc_partials", module.partials)
+    return _row_faults
+
+
+def _row_faults(component: str) -> list[str]:
+    faults = []
+    for op in load_card(component).ops:
+        for row in (row for row in op.candidates if row.name == "tile-kernels"):
+            call = Call(resolve(row.function), op)
+            for case in (case for case in op.cases(False) if row.declines(case) is None):
+                inputs = op.draw(case, case_rng(component, op.name, case.id, 0))
+                with fixed_numerics():
+                    verdicts = judge(call(inputs), OracleSet(op, inputs), dict(row.rules))
+                faults += [f"{op.name}/{case.id}: {v.output}" for v in verdicts if v.status is not Status.PASSED]
+    return faults

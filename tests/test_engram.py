@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from deeptwin.optimized.engram import (
     engram_embed_triton,
+    engram_gate_tile_kernels,
     engram_gate_triton,
+    engram_hash_tile_kernels,
     engram_hash_triton,
     engram_lookup_triton,
     engram_project_triton,
@@ -559,6 +562,10 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
     assert judged.faults("engram") == []
 
 
+def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faults) -> None:
+    assert tile_kernels_faults("engram") == []
+
+
 # batch invariance
 
 
@@ -626,7 +633,7 @@ def test_classes_that_do_not_exist_are_refused() -> None:
         "window_tw": [int32([[1, 2, 3]]), int32([[1, 2, 3, 1000]]), int32([[-1, 2, 3, 4]])],
         "image_t": [no_images(2)],
     }
-    for function in (engram_hash, engram_hash_triton):
+    for function in (engram_hash, engram_hash_triton, engram_hash_tile_kernels):
         for name, values in bad.items():
             for value in values:
                 with pytest.raises(ValueError, match=f"^{name}: "):
@@ -713,7 +720,7 @@ def test_gates_are_refused() -> None:
         "image_t": no_images(2),
         "eps": 0.0,
     }
-    for function in (engram_gate, engram_gate_triton):
+    for function in (engram_gate, engram_gate_triton, engram_gate_tile_kernels):
         for name, value in bad.items():
             with pytest.raises(ValueError, match=f"^{name}: "):
                 function(**good | {name: value})
@@ -722,6 +729,16 @@ def test_gates_are_refused() -> None:
                 function(**good | {name: good[name].to(torch.int32)})
     with pytest.raises(TypeError, match=r"^r_tnm: "):
         engram_gate_triton(**good | {"r_tnm": good["r_tnm"].float()})
+
+
+def test_what_tile_kernels_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tile_kernels", None)  # as if it were not installed
+    with pytest.raises(NotImplementedError, match="tile_kernels: expected tile-kernels 2.x, got none"):
+        engram_hash_tile_kernels(int32([[1, 2, 3, 4]]), no_images(1), layout=TINY)
+    for width in (256, 640):
+        streams = bf16(2, 1, 2, width)
+        with pytest.raises(NotImplementedError, match=f"r_tnm: expected streams of 256·n channels .* got {width}"):
+            engram_gate_tile_kernels(streams, bf16(2, 1, 3, width), *[streams[0]] * 2, no_images(1), eps=1e-20)
 
 
 def test_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

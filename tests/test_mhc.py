@@ -15,13 +15,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deeptwin.optimized.mhc import (
+    mhc_apply_tile_kernels,
     mhc_apply_triton,
+    mhc_boundary_tile_kernels,
     mhc_boundary_triton,
+    mhc_expand_tile_kernels,
     mhc_expand_triton,
+    mhc_head_tile_kernels,
     mhc_head_triton,
     mhc_mixes_deep_gemm,
+    mhc_mixes_tile_kernels,
     mhc_mixes_triton,
+    mhc_post_tile_kernels,
     mhc_post_triton,
+    mhc_sinkhorn_tile_kernels,
     mhc_sinkhorn_triton,
     mhc_tap_triton,
 )
@@ -371,6 +378,10 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
     assert judged.faults("mhc") == []
 
 
+def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faults) -> None:
+    assert tile_kernels_faults("mhc") == []
+
+
 # batch invariance
 
 
@@ -392,7 +403,7 @@ def stream_of(width: int = 8) -> Tensor:
     return torch.ones(1, 4, width, dtype=BF16)
 
 
-@pytest.mark.parametrize("op", [mhc_expand, mhc_expand_triton])
+@pytest.mark.parametrize("op", [mhc_expand, mhc_expand_triton, mhc_expand_tile_kernels])
 def test_bad_input_of_mhc_expand_is_refused(op) -> None:
     with pytest.raises(ValueError, match="x_tm: expected 2 dims"):
         op(torch.ones(8), config=MHC_V41)
@@ -400,7 +411,7 @@ def test_bad_input_of_mhc_expand_is_refused(op) -> None:
         op(torch.ones(1, 8, dtype=torch.int32), config=MHC_V41)
 
 
-@pytest.mark.parametrize("op", [mhc_apply, mhc_apply_triton])
+@pytest.mark.parametrize("op", [mhc_apply, mhc_apply_triton, mhc_apply_tile_kernels])
 def test_bad_input_of_mhc_apply_is_refused(op) -> None:
     with pytest.raises(ValueError, match="pre_tn: expected n=4, got n=3"):
         op(torch.ones(1, 3), stream_of())
@@ -416,7 +427,7 @@ def test_bad_input_of_mhc_tap_is_refused(op) -> None:
         op(stream_of().int())
 
 
-@pytest.mark.parametrize("op", [mhc_sinkhorn, mhc_sinkhorn_triton])
+@pytest.mark.parametrize("op", [mhc_sinkhorn, mhc_sinkhorn_triton, mhc_sinkhorn_tile_kernels])
 def test_bad_input_of_mhc_sinkhorn_is_refused(op) -> None:
     with pytest.raises(ValueError, match="logits_tnn: expected n=4, got n=3"):
         op(torch.ones(1, 4, 3), iters=20, eps=1e-6)
@@ -426,7 +437,7 @@ def test_bad_input_of_mhc_sinkhorn_is_refused(op) -> None:
         op(torch.ones(1, 4, 4), iters=20, eps=0.0)
 
 
-@pytest.mark.parametrize("op", [mhc_mixes, mhc_mixes_triton])
+@pytest.mark.parametrize("op", [mhc_mixes, mhc_mixes_triton, mhc_mixes_tile_kernels])
 def test_bad_input_of_mhc_mixes_is_refused(op) -> None:
     site = site_of(8)
     with pytest.raises(ValueError, match="site.fn_wx: expected x=64, got x=32"):
@@ -441,7 +452,7 @@ def test_bad_input_of_mhc_mixes_is_refused(op) -> None:
         op(stream_of().int(), site, config=MHC_V41)
 
 
-@pytest.mark.parametrize("op", [mhc_post, mhc_post_triton])
+@pytest.mark.parametrize("op", [mhc_post, mhc_post_triton, mhc_post_tile_kernels])
 def test_bad_input_of_mhc_post_is_refused(op) -> None:
     comb = torch.ones(1, 4, 4)
     with pytest.raises(ValueError, match="comb_tnn: expected n=4, got n=3"):
@@ -452,7 +463,7 @@ def test_bad_input_of_mhc_post_is_refused(op) -> None:
         op(stream_of(), torch.ones(1, 8, dtype=torch.int32), torch.ones(1, 4), comb)
 
 
-@pytest.mark.parametrize("op", [mhc_boundary, mhc_boundary_triton])
+@pytest.mark.parametrize("op", [mhc_boundary, mhc_boundary_triton, mhc_boundary_tile_kernels])
 def test_bad_input_of_mhc_boundary_is_refused(op) -> None:
     mixes, y = (torch.ones(1, 4), torch.ones(1, 4), torch.ones(1, 4, 4)), torch.ones(1, 8, dtype=BF16)
     with pytest.raises(ValueError, match="site.base_w: expected w=24, got w=4"):
@@ -461,7 +472,7 @@ def test_bad_input_of_mhc_boundary_is_refused(op) -> None:
         op(stream_of(), y.int(), *mixes, site_of(8), config=MHC_V41)
 
 
-@pytest.mark.parametrize("op", [mhc_head, mhc_head_triton])
+@pytest.mark.parametrize("op", [mhc_head, mhc_head_triton, mhc_head_tile_kernels])
 def test_bad_input_of_mhc_head_is_refused(op) -> None:
     head = site_of(8, 1, 4, 1)
     with pytest.raises(ValueError, match="config: expected shifted=False for a head, got True"):
@@ -542,6 +553,33 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
         mhc_tap_triton(stream_of(), out=torch.ones(1, 8))
     with pytest.raises(ValueError, match="out: expected contiguous"):
         mhc_post_triton(stream_of(), y, torch.ones(1, 4), torch.ones(1, 4, 4), out=torch.ones(1, 3, 8, dtype=BF16))
+
+
+def test_what_tile_kernels_declines() -> None:
+    mixes, y = (torch.ones(0, 4), torch.ones(0, 4), torch.ones(0, 4, 4)), torch.ones(0, 128, dtype=BF16)
+    none, v4 = torch.ones(0, 4, 128, dtype=BF16), MHC_V4
+    head = site_of(128, outputs=4, kinds=1)
+    for call in (
+        lambda: mhc_apply_tile_kernels(mixes[0], none),
+        lambda: mhc_mixes_tile_kernels(none, site_of(128), config=v4),
+        lambda: mhc_post_tile_kernels(none, y, *mixes[1:]),
+        lambda: mhc_boundary_tile_kernels(none, y, *mixes, site_of(128), config=v4),
+        lambda: mhc_head_tile_kernels(none, head, config=v4),
+    ):
+        with pytest.raises(NotImplementedError, match="stream_tnm: expected a token, got none"):
+            call()
+    for rows in (none[:, 0], torch.ones(1, 128)):
+        with pytest.raises(NotImplementedError, match="x_tm: expected tokens in bfloat16, got"):
+            mhc_expand_tile_kernels(rows, config=v4)
+    with pytest.raises(NotImplementedError, match="logits_tnn: expected a matrix, got shape"):
+        mhc_sinkhorn_tile_kernels(torch.ones(0, 4, 4), iters=20, eps=1e-6)
+    with pytest.raises(TypeError, match="logits_tnn: expected torch.float32"):
+        mhc_sinkhorn_tile_kernels(torch.ones(1, 4, 4, dtype=BF16), iters=20, eps=1e-6)
+    with pytest.raises(NotImplementedError, match="stream_tnm: expected 128·n channels, got 8"):
+        mhc_apply_tile_kernels(torch.ones(1, 4), stream_of())
+    one = (torch.ones(1, 4), torch.ones(1, 4), torch.ones(1, 4, 4))
+    with pytest.raises(NotImplementedError, match="config: expected shifted=False"):
+        mhc_boundary_tile_kernels(stream_of(128), torch.ones(1, 128, dtype=BF16), *one, site_of(128), config=MHC_V41)
 
 
 def test_the_product_of_deep_gemm_comes_in_sixteen_splits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from fractions import Fraction
 from itertools import pairwise
 
@@ -14,13 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.quant import dequantize_triton, quantize_triton
+from deeptwin.optimized.quant import (
+    dequantize_tile_kernels,
+    dequantize_triton,
+    quantize_tile_kernels,
+    quantize_triton,
+)
 from deeptwin.parity import goldens
-from deeptwin.parity.card import load_card
+from deeptwin.parity.card import case_rng, load_card
+from deeptwin.parity.guard import Call
+from deeptwin.parity.judge import judge
+from deeptwin.parity.mutants import quant as mutants
+from deeptwin.parity.oracles import OracleSet
+from deeptwin.parity.outcome import Status
 from deeptwin.reference import quant
 from deeptwin.reference.config import (
     FP8_1X128,
     FP8_1X128_UE8M0,
+    FP8_32X32,
     FP8_128X128,
     MXFP4,
     Q4I,
@@ -360,6 +372,43 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
     assert judged.faults("quant") == []
 
 
+def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faults) -> None:
+    assert tile_kernels_faults("quant") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        (
+            "quantize_e4m3_f32",
+            ("f32_multiplies_by_448_over_amax", "f32_multiplies_by_reciprocal", "right_division"),
+            ("f32_codes_truncated", "f32_scale_rounded_up", "f32_scale_by_reciprocal", "f32_no_floor"),
+        ),
+        (
+            "quantize_e2m1_e4m3",
+            ("q4k_multiplies_by_reciprocal", "right_division"),
+            ("q4k_divides_by_unrounded_scale", "q4k_scale_truncated", "q4k_high_nibble_first", "q4k_no_floor"),
+        ),
+    ],
+)
+def test_codes_by_a_rounded_inverse_have_a_rule_that_sees_other_faults(
+    name: str, right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    """The rule of the vendor's row, on mutants: a product with a rounded inverse passes, any other fault does not."""
+    op = CARD.op(name)
+    rules = dict(next(row for row in op.candidates if row.name == "tile-kernels").rules)
+    cases = [case for case in op.cases(False) if case.format.rows == 1 and case.dtype != "fp16"]
+    inputs = [op.draw(case, case_rng("quant", name, case.id, 0)) for case in cases]
+
+    def passes(variant: str) -> bool:
+        call = Call(getattr(mutants, variant), op)
+        found = (verdict for one in inputs for verdict in judge(call(one), OracleSet(op, one), rules))
+        return all(verdict.status is Status.PASSED for verdict in found)
+
+    assert [variant for variant in right if not passes(variant)] == []
+    assert [variant for variant in wrong if passes(variant)] == []
+
+
 # batch invariance
 
 
@@ -386,7 +435,7 @@ def test_non_finite_input_is_refused(bad: float) -> None:
             op(x, fmt=Q8)
 
 
-@pytest.mark.parametrize("op", [quantize, fake_quantize, quantize_triton])
+@pytest.mark.parametrize("op", [quantize, fake_quantize, quantize_triton, quantize_tile_kernels])
 def test_bad_input_of_quantize_and_fake_quantize_is_refused(op) -> None:
     with pytest.raises(ValueError, match="x_tm: expected 2 dims"):
         op(torch.ones(32), fmt=Q8)
@@ -396,7 +445,7 @@ def test_bad_input_of_quantize_and_fake_quantize_is_refused(op) -> None:
         op(torch.ones(2, 32, dtype=torch.int32), fmt=Q8)
 
 
-@pytest.mark.parametrize("op", [dequantize, dequantize_triton])
+@pytest.mark.parametrize("op", [dequantize, dequantize_triton, dequantize_tile_kernels])
 def test_bad_input_of_dequantize_is_refused(op) -> None:
     codes, sf = quantize(torch.ones(2, 64), fmt=Q8)
     with pytest.raises(TypeError, match="codes: expected torch.float8_e4m3fn, got torch.uint8"):
@@ -434,6 +483,30 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
         quantize_triton(torch.ones(2, 32), fmt=Q8, out=(codes[:1], sf))
     with pytest.raises(TypeError, match="out: expected torch.bfloat16"):
         dequantize_triton(codes, sf, fmt=Q8, out=torch.empty(2, 32))
+
+
+def test_what_tile_kernels_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tile_kernels", None)  # as if it were not installed
+    x = torch.ones(2, 64)
+    codes, sf = quantize(x, fmt=Q8)
+    for call in (lambda: quantize_tile_kernels(x, fmt=Q8), lambda: dequantize_tile_kernels(codes, sf, fmt=Q8)):
+        with pytest.raises(NotImplementedError, match="tile_kernels: expected tile-kernels 2.x, got none"):
+            call()
+    for fmt in (FP8_128X128, FP8_32X32, dataclasses.replace(Q8, group=2)):
+        with pytest.raises(NotImplementedError, match="fmt: expected groups of 16, 32, 64 or 128 in a row, got"):
+            quantize_tile_kernels(x, fmt=fmt)
+    for bad in (x[:, :32], x.half()):
+        with pytest.raises(NotImplementedError, match="x_tm: expected 64·n columns in bf16 or fp32, got"):
+            quantize_tile_kernels(bad, fmt=Q8)
+    with pytest.raises(NotImplementedError, match="dtype, codes: expected 64·n columns in bf16 or fp32, got 64"):
+        dequantize_tile_kernels(codes, sf, fmt=Q8, dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="dtype, codes: expected 64·n columns in bf16 or fp32, got 32"):
+        dequantize_tile_kernels(codes[:, :32], sf[:, :1], fmt=Q8)
+
+
+def test_a_floor_that_is_not_the_library_s_is_declined(tile_kernels_faults) -> None:
+    with pytest.raises(NotImplementedError, match="fmt: expected the library's floor 0.0001, got 0.5 of q8"):
+        quantize_tile_kernels(torch.ones(1, 64), fmt=dataclasses.replace(Q8, amax_floor=0.5))
 
 
 def test_bad_input_of_block_values_is_refused() -> None:

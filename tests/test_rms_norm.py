@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.rms_norm import rms_norm_quant_triton, rms_norm_triton
+from deeptwin.optimized.rms_norm import (
+    rms_norm_quant_tile_kernels,
+    rms_norm_quant_triton,
+    rms_norm_tile_kernels,
+    rms_norm_triton,
+)
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
 from deeptwin.reference.config import FP8_1X128, FP8_128X128, Q4I, Q8, QuantFormat, WeightCast
@@ -147,6 +152,10 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
     assert judged.faults("rms_norm") == []
 
 
+def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faults) -> None:
+    assert tile_kernels_faults("rms_norm") == []
+
+
 # batch invariance
 
 
@@ -164,7 +173,7 @@ def test_the_golden_vectors_hold() -> None:
 # rejected input
 
 
-@pytest.mark.parametrize("op", [rms_norm, rms_norm_triton])
+@pytest.mark.parametrize("op", [rms_norm, rms_norm_triton, rms_norm_tile_kernels])
 def test_bad_input_of_rms_norm_is_refused(op) -> None:
     with pytest.raises(ValueError, match="weight_m: expected m=8, got m=7"):
         op(torch.ones(1, 8), torch.ones(7), eps=1e-6, cast=AFTER)
@@ -180,7 +189,7 @@ def test_bad_input_of_rms_norm_is_refused(op) -> None:
         op(torch.ones(1, 8), torch.ones(8), eps=1e-6, cast=AFTER, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("op", [rms_norm_quant, rms_norm_quant_triton])
+@pytest.mark.parametrize("op", [rms_norm_quant, rms_norm_quant_triton, rms_norm_quant_tile_kernels])
 def test_bad_input_of_rms_norm_quant_is_refused(op) -> None:
     with pytest.raises(ValueError, match="x_tm .*: expected a multiple of 32, got 8"):
         op(torch.ones(1, 8), torch.ones(8), eps=1e-6, cast=AFTER, fmt=Q8)
@@ -204,6 +213,25 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
         rms_norm_triton(x, weight, eps=1e-6, cast=AFTER, out=torch.empty(2, 128, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match="out: expected torch.bfloat16"):
         rms_norm_triton(x, weight, eps=1e-6, cast=AFTER, out=torch.empty(1, 128))
+
+
+def test_what_tile_kernels_declines(tile_kernels_faults) -> None:
+    x, weight = torch.ones(2, 64), torch.ones(64)
+    for op, extra in ((rms_norm_tile_kernels, {}), (rms_norm_quant_tile_kernels, {"fmt": Q8})):
+        for bad in (x[:, :32].half(), torch.ones(1, 8224)):
+            with pytest.raises(NotImplementedError, match="x_tm: expected 16·n columns up to 8192 in bf16 or fp32"):
+                op(bad, torch.ones(bad.shape[1]), eps=1e-6, cast=AFTER, **extra)
+        with pytest.raises(NotImplementedError, match="weight_m: expected torch.float32 as x_tm, got torch.bfloat16"):
+            op(x, weight.bfloat16(), eps=1e-6, cast=AFTER, **extra)
+        with pytest.raises(NotImplementedError, match="cast: expected WeightCast.AFTER_WEIGHT, got WeightCast.BEFORE"):
+            op(x, weight, eps=1e-6, cast=WeightCast.BEFORE_WEIGHT, **extra)
+    with pytest.raises(NotImplementedError, match="dtype: expected torch.float32 as x_tm, got torch.bfloat16"):
+        rms_norm_tile_kernels(x, weight, eps=1e-6, cast=AFTER)
+    with pytest.raises(NotImplementedError, match="x_tm: expected torch.bfloat16, got torch.float32"):
+        rms_norm_quant_tile_kernels(x, weight, eps=1e-6, cast=AFTER, fmt=Q8)
+    for fmt in (dataclasses.replace(Q8, group=16), Q4I, dataclasses.replace(Q8, amax_floor=0.5)):
+        with pytest.raises(NotImplementedError, match="fmt: expected e4m3 codes, UE8M0 scales of 32, floor 0.0001"):
+            rms_norm_quant_tile_kernels(x.bfloat16(), weight.bfloat16(), eps=1e-6, cast=AFTER, fmt=fmt)
 
 
 def test_projected_latents_are_refused() -> None:

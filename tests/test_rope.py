@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.rope import rope_table_triton, rope_triton
+from deeptwin.optimized.rope import rope_table_triton, rope_tile_kernels, rope_triton
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
 from deeptwin.reference.config import MscaleRule, Pairing, RopeConfig, RopeSpan, YarnConfig
@@ -298,6 +298,10 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
     assert judged.faults("rope") == []
 
 
+def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faults) -> None:
+    assert tile_kernels_faults("rope") == []
+
+
 # batch invariance
 
 
@@ -317,7 +321,7 @@ def test_the_golden_vectors_hold() -> None:
 OPTIONS = {"pairing": Pairing.INTERLEAVED, "span": RopeSpan.LAST, "inverse": False}
 
 
-@pytest.mark.parametrize("op", [rope, rope_triton])
+@pytest.mark.parametrize("op", [rope, rope_triton, rope_tile_kernels])
 def test_bad_input_of_rope_is_refused(op) -> None:
     x, table, positions = torch.zeros(2, 1, 8), torch.zeros(3, 4), torch.tensor([0, 2])
     with pytest.raises(ValueError, match="positions_t: expected t=2, got t=1"):
@@ -365,6 +369,15 @@ def test_bad_configurations_are_refused_by_yarn_ramp_ends_and_softmax_scale() ->
         softmax_scale(0, None)
     with pytest.raises(ValueError, match="rope_dim: expected a positive even number, got 7"):
         RopeConfig(rope_dim=7, theta=10000, yarn=None)
+
+
+def test_what_tile_kernels_declines() -> None:
+    x, table, positions = torch.zeros(2, 1, 64), torch.zeros(3, 64), torch.tensor([0, 2])
+    with pytest.raises(NotImplementedError, match="table_sr: expected 64 or 128 channels to rotate, got 32"):
+        rope_tile_kernels(x, table[:, :32], positions, **OPTIONS)
+    for bad, dtype in ((x, torch.bfloat16), (x.half(), torch.float16), (torch.zeros(2, 1, 65), torch.float32)):
+        with pytest.raises(NotImplementedError, match="x_thd, dtype: expected 8·n channels in one of bf16 and fp32"):
+            rope_tile_kernels(bad, table, positions, dtype=dtype, **OPTIONS)
 
 
 def test_buffers_that_do_not_fit_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.router import map_replicas_triton, route_hash_triton, route_triton
+from deeptwin.optimized.router import map_replicas_triton, route_hash_triton, route_tile_kernels, route_triton
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
 from deeptwin.parity.cards.router import Selection, weight_interval
@@ -270,13 +271,18 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
     assert judged.faults("router") == []
 
 
+def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faults) -> None:
+    assert tile_kernels_faults("router") == []
+
+
 # batch invariance
 
 
 def test_every_candidate_is_batch_invariant(judged: Judged) -> None:
     outcomes = [o for o in judged("router") if o.check == "batch_invariant" and o.status is Status.PASSED]
     # a replica is chosen by the row in the batch
-    promised = {(op.name, row.name) for op in CARD.ops for row in op.candidates if op.name != "map_replicas"}
+    rows = ((op.name, row) for op in CARD.ops for row in op.candidates if op.name != "map_replicas")
+    promised = {(name, row.name) for name, row in rows if "cpu" in row.archs}
     assert promised <= {(o.op, o.candidate) for o in outcomes}
 
 
@@ -305,7 +311,7 @@ def test_bad_configs_are_refused(change: dict, message: str) -> None:
         replace(GROUPED, **change)
 
 
-@pytest.mark.parametrize("op", [route, route_triton])
+@pytest.mark.parametrize("op", [route, route_triton, route_tile_kernels])
 def test_bad_input_of_route_is_refused(op) -> None:
     logits, bias = torch.zeros(2, 8), torch.zeros(8)
 
@@ -396,3 +402,17 @@ def test_what_the_triton_kernels_decline() -> None:
     odd = replace(GROUPED, num_experts=24, num_groups=4)
     with pytest.raises(NotImplementedError, match="config: expected powers of two, got 4 groups of 6"):
         route_triton(torch.zeros(1, 24), torch.zeros(24), None, None, None, config=odd)
+
+
+def test_what_tile_kernels_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, bias = torch.zeros(1, 16), torch.zeros(16)
+    good = replace(EIGHT, num_experts=16, weight_sum=WeightSum.PLUS_EPS)
+    odd = replace(good, num_experts=15)
+    for config in (replace(good, weight_sum=WeightSum.EXACT), replace(good, scoring=Scoring.SIGMOID), GROUPED, odd):
+        with pytest.raises(NotImplementedError, match="config: expected sqrt-softplus, no groups, sum"):
+            route_tile_kernels(logits[:, : config.num_experts], bias[: config.num_experts], *[None] * 3, config=config)
+    with pytest.raises(NotImplementedError, match="dtype: expected float32, got torch.bfloat16"):
+        route_tile_kernels(logits, bias, None, None, None, config=good, dtype=torch.bfloat16)
+    monkeypatch.setitem(sys.modules, "tile_kernels", None)  # as if it were not installed
+    with pytest.raises(NotImplementedError, match="tile_kernels: expected tile-kernels 2.x, got none"):
+        route_tile_kernels(logits, bias, None, None, None, config=good)

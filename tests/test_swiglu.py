@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deeptwin.optimized.swiglu import swiglu_quant_triton, swiglu_triton
+from deeptwin.optimized.swiglu import (
+    swiglu_quant_tile_kernels,
+    swiglu_quant_triton,
+    swiglu_tile_kernels,
+    swiglu_triton,
+)
 from deeptwin.parity import goldens
 from deeptwin.parity.card import load_card
 from deeptwin.reference.config import FP8_1X128, FP8_32X32, MXFP4, Q4K, Q8
@@ -140,6 +146,10 @@ def test_every_candidate_agrees_with_the_reference(judged) -> None:
     assert judged.faults("swiglu") == []
 
 
+def test_the_adapters_of_tile_kernels_agree_with_the_reference(tile_kernels_faults) -> None:
+    assert tile_kernels_faults("swiglu") == []
+
+
 # batch invariance
 
 
@@ -157,7 +167,7 @@ def test_the_golden_vectors_hold() -> None:
 # rejected input
 
 
-@pytest.mark.parametrize("op", [swiglu, swiglu_triton])
+@pytest.mark.parametrize("op", [swiglu, swiglu_triton, swiglu_tile_kernels])
 def test_bad_input_of_swiglu_is_refused(op: Callable[..., Tensor]) -> None:
     h = torch.ones(2, 8)
     with pytest.raises(ValueError, match=r"h_ti \(last axis\): expected a multiple of 2, got 7"):
@@ -177,7 +187,7 @@ def test_bad_input_of_swiglu_is_refused(op: Callable[..., Tensor]) -> None:
         op(h, limit=10.0, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("op", [swiglu_quant, swiglu_quant_triton])
+@pytest.mark.parametrize("op", [swiglu_quant, swiglu_quant_triton, swiglu_quant_tile_kernels])
 def test_bad_input_of_swiglu_quant_is_refused(op: Callable[..., tuple[Tensor, Tensor]]) -> None:
     with pytest.raises(ValueError, match=r"expected a multiple of 32, got 24"):
         op(torch.ones(2, 48), limit=10.0, fmt=Q8)
@@ -213,3 +223,17 @@ def test_what_the_triton_kernels_decline_and_buffers_that_do_not_fit() -> None:
         swiglu_quant_triton(
             h, limit=10.0, fmt=Q8, out=(torch.empty(2, 32, dtype=torch.float8_e4m3fn), torch.empty(2, 1))
         )
+
+
+def test_what_tile_kernels_declines(tile_kernels_faults) -> None:
+    h = torch.ones(2, 128)
+    for bad in (h.half(), h[:, :64]):
+        with pytest.raises(NotImplementedError, match="h_ti: expected halves of 64·n columns in bf16 or fp32, got"):
+            swiglu_tile_kernels(bad, limit=10.0)
+        with pytest.raises(NotImplementedError, match="h_ti: expected halves of 64·n columns in bf16 or fp32, got"):
+            swiglu_quant_tile_kernels(bad, limit=10.0, fmt=Q8)
+    with pytest.raises(NotImplementedError, match="dtype: expected bf16 or fp32, got torch.float16"):
+        swiglu_tile_kernels(h, limit=10.0, dtype=torch.float16)
+    for fmt in (MXFP4, Q4K, FP8_32X32, replace(Q8, amax_floor=0.5)):
+        with pytest.raises(NotImplementedError, match="fmt: expected e4m3 codes in groups of 32 or 128, floor 0.0001"):
+            swiglu_quant_tile_kernels(h, limit=10.0, fmt=fmt)

@@ -590,6 +590,18 @@ def mhc_mixes(
     return results
 
 
+def mhc_partials(stream_tnm: torch.Tensor, fn_wx: torch.Tensor) -> torch.Tensor:
+    """What the coefficients are made of: products and square sum of every split, [split, weight, token].
+
+    The square sum stands behind the products; added in the order of the splits they are those of `mhc_mixes`.
+
+    Raises:
+        RuntimeError: stream_tnm is on the CPU and kernels are not interpreted.
+    """
+    require_runnable("stream_tnm", stream_tnm)
+    return _partials(stream_tnm, fn_wx, mhc_launch(stream_tnm.shape[2]))
+
+
 def mhc_gates(
     partial_pwt: torch.Tensor, scale_z: torch.Tensor, base_w: torch.Tensor, width: int, gates: Gates
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

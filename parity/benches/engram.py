@@ -1,10 +1,11 @@
-"""Memory of V4.1: 24 rows a token out of a table far beyond the caches, and the gate over four streams of 5120."""
+"""Memory of V4.1: hashes, 24 rows a token out of a table far beyond the caches, the gate over four streams of 5120."""
 
 from __future__ import annotations
 
 import torch
 
 from deeptwin.reference.config import ENGRAM_V41
+from deeptwin.reference.engram_vocab import hash_layout
 
 from ..bench import Bench
 from ..card import Inputs
@@ -17,6 +18,14 @@ COLUMNS, WIDTH, STREAMS, HIDDEN = (
     ENGRAM_V41.streams,
     ENGRAM_V41.hidden,
 )
+
+
+def _windows(draws: DeviceDraws) -> Inputs:
+    return {
+        "window_tw": draws.integers(0, ENGRAM_V41.num_classes, TOKENS, ENGRAM_V41.max_ngram),
+        "image_t": draws.integers(0, 2, TOKENS) > 1,
+        "layout": hash_layout(ENGRAM_V41),
+    }
 
 
 def _rows(draws: DeviceDraws) -> Inputs:
@@ -45,6 +54,14 @@ def _gate(draws: DeviceDraws) -> Inputs:
 _READ = COLUMNS * (WIDTH + WIDTH // 32 + 4)
 
 BENCHES = (
+    Bench(
+        component="engram",
+        op="engram_hash",
+        shape=f"t{TOKENS}-l{len(ENGRAM_V41.layer_ids)}-z{COLUMNS}",
+        draw=_windows,
+        bytes=TOKENS * (4.0 * (ENGRAM_V41.max_ngram + len(ENGRAM_V41.layer_ids) * COLUMNS) + 1),
+        promises={"trusted": True},
+    ),
     Bench(
         component="engram",
         op="engram_lookup",

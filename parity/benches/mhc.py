@@ -1,4 +1,4 @@
-"""Residual streams of V4.1: coefficients, the update alone, and the boundary between two sub-layers in one pass."""
+"""Residual streams of V4.1: reads, coefficients, the update alone, the boundary between two sub-layers in one pass."""
 
 from __future__ import annotations
 
@@ -67,4 +67,38 @@ def _boundary(tokens: int) -> Bench:
     )
 
 
-BENCHES = (_post(64), _post(8192), _mixes(64), _mixes(8192), _boundary(64), _boundary(8192))
+def _apply(tokens: int) -> Bench:
+    def draw(draws: DeviceDraws) -> Inputs:
+        pre = torch.sigmoid(draws.normal(tokens, STREAMS, dtype=torch.float32))
+        return {"pre_tn": pre, "stream_tnm": draws.normal(tokens, STREAMS, WIDTH)}
+
+    return Bench(
+        component="mhc",
+        op="mhc_apply",
+        shape=f"t{tokens}-n{STREAMS}-m{WIDTH}",
+        draw=draw,
+        bytes=tokens * (2.0 * WIDTH * (STREAMS + 1) + 4 * STREAMS),
+    )
+
+
+def _sinkhorn(tokens: int) -> Bench:
+    def draw(draws: DeviceDraws) -> Inputs:
+        logits = draws.normal(tokens, STREAMS, STREAMS, dtype=torch.float32)
+        return {"logits_tnn": logits, "iters": MHC_V41.sinkhorn_iters, "eps": MHC_V41.eps}
+
+    return Bench(
+        component="mhc",
+        op="mhc_sinkhorn",
+        shape=f"t{tokens}-n{STREAMS}-i{MHC_V41.sinkhorn_iters}",
+        draw=draw,
+        bytes=8.0 * tokens * STREAMS * STREAMS,
+    )
+
+
+BENCHES = (
+    *(_apply(tokens) for tokens in (64, 8192)),
+    *(_sinkhorn(tokens) for tokens in (64, 4096)),
+    *(_post(tokens) for tokens in (64, 8192)),
+    *(_mixes(tokens) for tokens in (64, 8192)),
+    *(_boundary(tokens) for tokens in (64, 8192)),
+)

@@ -17,7 +17,7 @@ def _norm(tokens: int, *, quant: bool) -> Bench:
     def draw(draws: DeviceDraws) -> Inputs:
         inputs: Inputs = {
             "x_tm": draws.normal(tokens, WIDTH),
-            "weight_m": draws.normal(WIDTH, dtype=torch.float32),
+            "weight_m": draws.normal(WIDTH),
             "eps": 1e-6,
             "cast": WeightCast.AFTER_WEIGHT,
         }

@@ -487,7 +487,16 @@ HASH = Op(
         Relation(name="chunk_invariant", axis="token chunks", hook=row_chunks, only=few_windows),
         Relation(name="run_to_run", axis="repeats", only=few_windows),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.engram:engram_hash_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.engram:engram_hash_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.engram:engram_hash_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="v41",
@@ -867,6 +876,7 @@ def cases_gate(full: bool) -> list[GateCase]:
         GateCase(tokens=5, width=2049, streams=1),
         GateCase(tokens=3, width=512, eps=1e-6, regime="flat"),
         GateCase(tokens=3, width=33, streams=2),
+        GateCase(tokens=2, width=512),
         GateCase(tokens=0),
     ]
     if full:
@@ -909,8 +919,13 @@ def powers_of_two(inputs: Inputs, context: Context) -> Iterator[Variant]:
 
 
 def few_gates(case: GateCase) -> bool:
-    """Relations make many calls."""
-    return case.width < 100 or case.tokens == 0
+    """Relations make many calls; 512 channels are the fewest that TileKernels takes."""
+    return case.width < 100 or case.tokens == 0 or (case.tokens == 2 and case.width == 512)
+
+
+def outside_tile_kernels(case: GateCase) -> str | None:
+    """Why TileKernels' gate does not take a case."""
+    return None if case.width >= 512 and case.width % 256 == 0 else "streams of 256·n channels from 512 up"
 
 
 GATE = Op(
@@ -929,7 +944,17 @@ GATE = Op(
         Relation(name="causality", axis="scale of the keys", hook=powers_of_two, only=few_gates),
         Relation(name="run_to_run", axis="repeats", only=few_gates),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.engram:engram_gate_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.engram:engram_gate_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.engram:engram_gate_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_tile_kernels,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="v41",

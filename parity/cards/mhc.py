@@ -220,6 +220,7 @@ def cases_read(full: bool) -> list[MhcCase]:
     found = [MhcCase(tokens=5, width=2048, regime=r) for r in (*REGIMES, "zeros", "tiny")]
     found += [MhcCase(tokens=2, width=5120), MhcCase(tokens=6, width=48), MhcCase(tokens=1, width=1)]
     found += [MhcCase(tokens=0, width=64), MhcCase(tokens=2, width=1025), MhcCase(tokens=1, width=128, regime="huge")]
+    found += [MhcCase(tokens=6, width=128)]
     if full:
         found += [MhcCase(tokens=9, width=w, regime=r) for w, r in product((1024, 4096, 5120, 7168), REGIMES)]
     return _unique(found)
@@ -267,7 +268,7 @@ def cases_post(full: bool) -> list[MhcCase]:
     """Every regime with enough elements for the rate rule, production and awkward widths, no tokens."""
     found = [MhcCase(tokens=2, width=2048, regime=r) for r in (*REGIMES, "zeros", "ties", "tiny")]
     found += [MhcCase(tokens=1, width=5120), MhcCase(tokens=6, width=48), MhcCase(tokens=2, width=1)]
-    found += [MhcCase(tokens=0, width=64), MhcCase(tokens=1, width=1025)]
+    found += [MhcCase(tokens=0, width=64), MhcCase(tokens=1, width=1025), MhcCase(tokens=6, width=128)]
     if full:
         found += [MhcCase(tokens=9, width=w, regime=r) for w, r in product((1024, 4096, 5120, 7168), REGIMES)]
     return _unique(found)
@@ -278,7 +279,8 @@ def cases_boundary(full: bool) -> list[MhcCase]:
     base = MhcCase(tokens=32, width=320)
     found = [replace(base, regime=r) for r in REGIMES] + [replace(base, config="v4", logits="peaked")]
     found += [replace(base, tokens=2, width=48), replace(base, tokens=2, width=48, config="v4")]
-    found += [replace(base, tokens=0), MhcCase(tokens=1, width=1024)]
+    found += [replace(base, tokens=0), MhcCase(tokens=1, width=1024), MhcCase(tokens=6, width=128, config="v4")]
+    found += [MhcCase(tokens=5, width=512, config="v4", regime=r) for r in ("normal", "mean1")]
     if full:
         found += [MhcCase(tokens=2, width=5120, config=c) for c in ("v41", "v4")]
         found += [
@@ -293,7 +295,8 @@ def cases_head(full: bool) -> list[MhcCase]:
     base = MhcCase(tokens=32, width=320, config="v4")
     found = [replace(base, regime=r) for r in REGIMES]
     found += [replace(base, logits="faint", tokens=8), replace(base, tokens=0)]
-    found += [replace(base, tokens=2, width=48)]
+    found += [replace(base, tokens=2, width=48), replace(base, tokens=6, width=128)]
+    found += [replace(base, tokens=5, width=512, regime=r) for r in REGIMES]
     if full:
         found += [replace(base, tokens=33, width=w, regime=r) for w, r in product((200, 512), REGIMES)]
     return _unique(found)
@@ -312,12 +315,33 @@ def on_silicon(case: MhcCase) -> str | None:
 
 def narrow(case: Any) -> bool:
     """Relations make many calls: they run on narrow streams, where no width changes what they say."""
-    return case.regime in ("normal", "file") and case.width <= 48 and getattr(case, "config", "v41") == "v41"
+    return case.regime in ("normal", "file") and (_least_of_a_vendor(case) or case.width <= 48 and case.config == "v41")
+
+
+def _least_of_a_vendor(case: MhcCase) -> bool:
+    """The narrowest streams that TileKernels takes."""
+    return case.width == 128 and case.tokens == 6
 
 
 def few_matrices(case: Any) -> bool:
     """Relations of Sinkhorn run on a few matrices of each kind."""
     return case.regime in ("normal", "file") and getattr(case, "tokens", 1) <= 3
+
+
+def outside_tile_kernels(case: MhcCase) -> str | None:
+    """Why TileKernels' kernels over whole streams do not take a case."""
+    return None if case.tokens and case.width % 128 == 0 else "a token at least, streams of 128·n channels"
+
+
+def outside_big_fuse(case: MhcCase) -> str | None:
+    """Why its fused kernel does not."""
+    shifted = "the fused kernel reads with its own coefficients: the schedule of V4 alone"
+    return outside_tile_kernels(case) if case.config == "v4" else shifted
+
+
+def no_token(case: Any) -> str | None:
+    """Its kernels on coefficients alone take any width, and a token at least."""
+    return None if case.tokens else "a token at least"
 
 
 def scaled(inputs: Inputs, context: Context) -> Iterator[Variant]:
@@ -398,7 +422,17 @@ EXPAND = Op(
     rows={"x_tm": 0},
     out_rows={"stream_tnm": 0, "pre_tn": 0},
     relations=_relations(),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_expand_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_expand_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.mhc:mhc_expand_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=no_token,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="m5120",
@@ -435,7 +469,17 @@ APPLY = Op(
     rows={"pre_tn": 0, "stream_tnm": 0},
     out_rows={"x_tm": 0},
     relations=_relations(),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_apply_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_apply_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.mhc:mhc_apply_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_tile_kernels,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="m5120",
@@ -495,7 +539,17 @@ SINKHORN = Op(
     out_rows={"comb_tnn": 0},
     tile=32,
     relations=_relations(few_matrices),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_sinkhorn_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_sinkhorn_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.mhc:mhc_sinkhorn_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=no_token,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="t4096",
@@ -592,6 +646,14 @@ MIXES = Op(
             rules=TF32_RULES,
             required=False,
         ),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.mhc:mhc_mixes_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=no_token,
+            required=False,
+        ),
     ),
     builds=(
         BuildCase(
@@ -672,7 +734,17 @@ POST = Op(
     rows={"stream_tnm": 0, "y_tm": 0, "post_tn": 0, "comb_tnn": 0},
     out_rows={"stream_tnm": 0},
     relations=_relations(),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_post_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_post_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.mhc:mhc_post_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_tile_kernels,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="m5120",
@@ -745,17 +817,27 @@ BOUNDARY = Op(
             axis="update alone",
             hook=update_alone,
             partner="mhc_post",
-            only=lambda case: case.width <= 48 or case.regime == "peaked",
+            only=lambda case: case.width <= 48 or case.regime == "peaked" or _least_of_a_vendor(case),
         ),
         Relation(
             name="fused_equals_steps",
             axis="coefficients of the stored stream",
             hook=coefficients_alone,
             partner="mhc_mixes",
-            only=lambda case: case.width <= 48,
+            only=lambda case: case.width <= 48 or _least_of_a_vendor(case),
         ),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_boundary_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_boundary_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.mhc:mhc_boundary_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_big_fuse,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="m5120",
@@ -787,8 +869,18 @@ HEAD = Op(
     rows={"stream_tnm": 0},
     out_rows={"x_tm": 0},
     tile=32,
-    relations=_relations(lambda case: case.regime in ("normal", "file") and case.width <= 48),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_head_triton"),),
+    relations=_relations(lambda case: narrow(replace(case, config="v41"))),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_head_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.mhc:mhc_head_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_tile_kernels,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="finish-m7168",

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from deeptwin.reference.config import QUANT_FORMATS, CodeKind, QuantFormat, ScaleKind
+from deeptwin.reference.quant import encode_e2m1, encode_e4m3, pack_e2m1
 
 from .. import draws
 from ..builds.ascend_presets import VECTOR, WIDENS_E4M3
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
 from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation, variants
+from ..floats import ordered
 from ..pairing import every_pair
 from ..relations import CallFn, Context, Variant, batch_invariant, pick_rows, row_chunks, take
-from ..rules import Bitwise
+from ..rules import Bitwise, Codes, Rule
 
 _mutant, _control = variants("quant")
 HUGE = 2.0**100
@@ -212,7 +214,8 @@ def cases_quantize(full: bool) -> list[QuantCase]:
         found += [_directed(name, "mixed_scales", "bf16")]
     found += [replace(QuantCase(tokens=0, width=256), fmt=name) for name in ("q8", "q4k", "fp8_128x128")]
     found += [_directed("fp8_1x128", "scaled_midpoints", "fp32")]
-    found += [_directed("q4k", "reciprocal_pairs", "bf16"), QuantCase(tokens=2, width=256, fmt="q4k", regime="huge")]
+    found += [_directed("q4k", "reciprocal_pairs", "bf16")]
+    found += [QuantCase(tokens=2, width=256, fmt="q4k", regime=r) for r in ("huge", "normal")]
     found += [QuantCase(tokens=2, width=256, dtype="fp16"), QuantCase(tokens=5, width=128, regime="peaked", fmt="q4i")]
     blocks = QuantCase(tokens=130, width=576, fmt="fp8_128x128")
     found += [
@@ -425,6 +428,61 @@ QUANTIZE_BUILDS = {
 }
 
 
+# TileKernels multiplies by a rounded inverse: of amax / 448 for fp32 scales, of the stored scale for e4m3 ones. With
+# the rounding of the scale itself these are three fp32 roundings, 3 · 2^-24 between its product and our quotient
+INVERSE_U = 2.0**-22
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """The e2m1 codes of packed bytes in value order, both zeros in the middle."""
+    codes = torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2).to(torch.int64)
+    return torch.where(codes < 8, codes, 7 - codes)
+
+
+def codes_by_inverse(marks: list[tuple[str, Tensor]], arguments: dict[str, Any], u: float) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest code, in value order, of x / s off by a relative u, s as it was stored."""
+    fmt: QuantFormat = arguments["fmt"]
+    s_tm = arguments["sf"].to(torch.float64).repeat_interleave(fmt.group, -1)
+    ratio_tm = arguments["x_tm"].to(torch.float64) / s_tm
+    ends = [(ratio_tm * (1 - u)).to(torch.float32), (ratio_tm * (1 + u)).to(torch.float32)]
+    if fmt.code is CodeKind.E4M3:
+        ends = [ordered(encode_e4m3(end)) for end in ends]
+    else:
+        ends = [_nibbles(pack_e2m1(encode_e2m1(end))) for end in ends]
+    return torch.minimum(*ends), torch.maximum(*ends)
+
+
+def outside_tile_kernels(case: QuantCase) -> str | None:
+    """Why TileKernels' cast of rows does not take a case."""
+    if case.format.rows != 1 or case.width % 64 or case.dtype == "fp16":
+        return "rows of 64·n elements in bf16 or fp32, groups in one row"
+    return None
+
+
+def outside_cast_back(case: QuantCase) -> str | None:
+    """Why TileKernels' cast back does not take a case."""
+    if case.width % 64 or case.dtype == "fp16":
+        return "rows of 64·n elements to bf16 or fp32"
+    if case.regime == "extreme" and case.format.scale is ScaleKind.UE8M0:
+        return "it reads scale byte 0 as zero, the OCP format as 2^-127"
+    return None
+
+
+def _tile_kernels_row(code: CodeKind, scale: ScaleKind) -> Candidate:
+    """The vendor's cast; where it multiplies by a rounded inverse its codes have a rule of their own."""
+    order = ordered if code is CodeKind.E4M3 else _nibbles
+    by_inverse: dict[str, Rule] = {"codes": Codes(u=INVERSE_U, allowed=codes_by_inverse, order=order)}
+    return Candidate(
+        name="tile-kernels",
+        function="deeptwin.optimized.quant:quantize_tile_kernels",
+        archs=("sm90",),
+        needs=("tile_kernels",),
+        declines=outside_tile_kernels,
+        rules={} if scale is ScaleKind.UE8M0 else by_inverse,
+        required=False,
+    )
+
+
 def _quantize_op(
     code: CodeKind, scale: ScaleKind, peers: tuple[Peer, ...], mutants: tuple[Mutant, ...], controls: tuple[str, ...]
 ) -> Op:
@@ -461,7 +519,10 @@ def _quantize_op(
                 only=_representable,
             ),
         ),
-        candidates=(Candidate(name="triton", function="deeptwin.optimized.quant:quantize_triton"),),
+        candidates=(
+            Candidate(name="triton", function="deeptwin.optimized.quant:quantize_triton"),
+            _tile_kernels_row(code, scale),
+        ),
         builds=QUANTIZE_BUILDS[code, scale],
         peers=peers,
         mutants=mutants,
@@ -594,7 +655,17 @@ DEQUANTIZE = Op(
             only=lambda case: lean(case) and one_row_groups(case),
         ),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.quant:dequantize_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.quant:dequantize_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.quant:dequantize_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_cast_back,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="fp8-1x128-m7168",

@@ -245,6 +245,15 @@ def serial_fp32_sum(case: Any) -> str | None:
     return None
 
 
+def outside_tile_kernels(case: NormCase) -> str | None:
+    """Why TileKernels' norm does not take a case."""
+    if case.cast != "after" or case.width % 16 or case.width > 8192 or case.dtype == "fp16":
+        return "the weight before the only rounding, rows of 16·n elements up to 8192 in bf16 or fp32"
+    if case.fmt and (case.fmt != "q8" or case.dtype != "bf16"):
+        return "fused: e4m3 codes with UE8M0 scales of 32 of bf16 rows"
+    return None if case.fmt or case.out == case.dtype else "the result has the dtype of the rows"
+
+
 def golden() -> list[NormCase]:
     """Both casts, both epsilons, small rows."""
     base = NormCase(tokens=2, width=48)
@@ -289,6 +298,14 @@ NORM = Op(
     candidates=(
         Candidate(
             name="triton", function="deeptwin.optimized.rms_norm:rms_norm_triton", lowered_declines=serial_fp32_sum
+        ),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.rms_norm:rms_norm_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_tile_kernels,
+            required=False,
         ),
     ),
     builds=(
@@ -367,6 +384,17 @@ NORM = Op(
 )
 
 
+# the library casts in groups of 32 with UE8M0 scales only
+TILE_KERNELS_QUANT = Candidate(
+    name="tile-kernels",
+    function="deeptwin.optimized.rms_norm:rms_norm_quant_tile_kernels",
+    archs=("sm90",),
+    needs=("tile_kernels",),
+    declines=outside_tile_kernels,
+    required=False,
+)
+
+
 def _quant_op(
     name: str, formats: Callable[[bool], list[NormCase]], sf: torch.dtype, golden: Any, builds: tuple[BuildCase, ...]
 ) -> Op:
@@ -386,7 +414,10 @@ def _quant_op(
             *_relations(independent_rows),
             Relation(name="layout_round_trip", axis="norm, then quantiser", hook=quantises_what_it_stores),
         ),
-        candidates=(Candidate(name="triton", function="deeptwin.optimized.rms_norm:rms_norm_quant_triton"),),
+        candidates=(
+            Candidate(name="triton", function="deeptwin.optimized.rms_norm:rms_norm_quant_triton"),
+            *(() if sf is torch.float32 else (TILE_KERNELS_QUANT,)),
+        ),
         builds=builds,
         mutants=(
             _mutant("codes_of_unrounded_norm", "U86", "codes come from the norm before its rounding to bf16"),

@@ -205,6 +205,13 @@ def few_rows(case: Any) -> bool:
     return case.regime == "file" or case.rows <= 12
 
 
+def outside_tile_kernels(case: RopeCase) -> str | None:
+    """Why TileKernels' rotation does not take a case."""
+    if case.config == "tiny" or case.dim % 8 or case.dtype != case.out or case.dtype == "fp16":
+        return "64 or 128 channels of heads of 8·n, bf16 to bf16 or fp32 to fp32"
+    return None
+
+
 def golden_table() -> list[TableCase]:
     """Near and far rows of the three released tables."""
     return [TableCase(rows=len(FAR), config=name) for name in ("v3", "v4_compressed", "plain")]
@@ -238,7 +245,17 @@ ROPE = Op(
         Relation(name="chunk_invariant", axis="token chunks", hook=row_chunks, only=few_calls),
         Relation(name="run_to_run", axis="repeats", only=few_calls),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.rope:rope_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.rope:rope_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.rope:rope_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_tile_kernels,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="query-v3",

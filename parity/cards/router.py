@@ -417,6 +417,15 @@ def no_ties(case: Any) -> bool:
     return case.config in ("pair", "v41_draft") and case.regime in ("normal", "file")
 
 
+def outside_tile_kernels(case: RouteCase) -> str | None:
+    """Why TileKernels' gate does not take a case."""
+    config = case.router
+    kind = (config.scoring, config.weight_sum, config.num_groups)
+    if kind != (Scoring.SQRT_SOFTPLUS, WeightSum.PLUS_EPS, 1) or config.num_experts % 4 or case.dtype != "fp32":
+        return "sqrt-softplus without groups, the sum plus 1e-20, 4·n experts, fp32"
+    return None
+
+
 def golden() -> list[RouteCase]:
     """One small case per branch."""
     tiny = RouteCase(tokens=4, config="tiny")
@@ -468,7 +477,17 @@ ROUTE = Op(
             only=no_ties,
         ),
     ),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.router:route_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.router:route_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.router:route_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_tile_kernels,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="v41",

@@ -159,6 +159,7 @@ def cases(full: bool) -> list[SwigluCase]:
     found += [
         replace(small, weight=False, regime="edges"),
         replace(small, limit=0, regime="edges"),
+        replace(small, width=128),
         replace(small, limit=0.5, width=33),
         replace(small, tokens=1, width=1),
         replace(small, tokens=9, width=1030),
@@ -182,7 +183,11 @@ def cases_quant(full: bool) -> list[SwigluCase]:
     found = [replace(base, regime=r) for r in (*REGIMES, "zeros", "ties", "tiny", "edges")]
     small = replace(base, width=96)
     found += [replace(base, weight=False, width=1056), replace(small, limit=0), replace(small, tokens=0)]
-    found += [replace(small, width=32, tokens=1), replace(small, width=256, fmt="fp8_1x128_ue8m0", regime="edges")]
+    found += [
+        replace(small, width=32, tokens=1),
+        replace(small, width=128),
+        replace(small, width=256, fmt="fp8_1x128_ue8m0", regime="edges"),
+    ]
     if full:
         found += [
             SwigluCase(tokens=3, width=w, limit=c, weight=g, fmt=f, regime=r)
@@ -234,6 +239,13 @@ def few_calls(case: Any) -> bool:
     return case.regime in ("normal", "edges", "file") and (case.regime == "file" or case.width <= 128)
 
 
+def outside_tile_kernels(case: SwigluCase) -> str | None:
+    """Why TileKernels' SwiGLU does not take a case."""
+    if case.width % 64 or not case.width or "fp16" in (case.dtype, case.out):
+        return "halves of 64·n columns in bf16 or fp32"
+    return None
+
+
 def golden() -> list[SwigluCase]:
     """The edges of the limit in either dtype, with and without a weight."""
     base = SwigluCase(tokens=4, width=24, regime="edges")
@@ -259,7 +271,17 @@ SWIGLU = Op(
     rows={"h_ti": 0, "weight_t": 0},
     out_rows={"y_tf": 0},
     relations=RELATIONS,
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.swiglu:swiglu_triton"),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.swiglu:swiglu_triton"),
+        Candidate(
+            name="tile-kernels",
+            function="deeptwin.optimized.swiglu:swiglu_tile_kernels",
+            archs=("sm90",),
+            needs=("tile_kernels",),
+            declines=outside_tile_kernels,
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="f2304-limit-weight",
@@ -347,7 +369,18 @@ def _quant_op(name: str, found: Any, sf: torch.dtype, golden_cases: Any, build: 
                 only=few_calls,
             ),
         ),
-        candidates=(Candidate(name="triton", function="deeptwin.optimized.swiglu:swiglu_quant_triton"),),
+        candidates=(
+            Candidate(name="triton", function="deeptwin.optimized.swiglu:swiglu_quant_triton"),
+            Candidate(
+                name="tile-kernels",
+                function="deeptwin.optimized.swiglu:swiglu_quant_tile_kernels",
+                archs=("sm90",),
+                needs=("tile_kernels",),
+                declines=outside_tile_kernels,
+                unpromised={} if mine else {"layout_round_trip": "codes are products with 448 / amax, not quotients"},
+                required=False,
+            ),
+        ),
         builds=(build,),
         peers=(
             Peer(
