@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_records, expect_shape
-from deeptwin.reference.config import DsaConfig, IndexerRope, PageLayout
+from deeptwin.reference.config import DsaConfig, IndexerRope, PageLayout, RecordFormat
 from deeptwin.reference.dsa_state import DsaState, DsaWeights
 from deeptwin.reference.weights import Latents
 
@@ -302,26 +302,40 @@ def sparse_mla_triton(
         NotImplementedError: scales are no fp32 numbers, rows are not contiguous, or pages do not begin at multiples of
             four bytes.
     """
-    dims: dict[str, int] = {}
-    fmt = expect_records("cache_pow", cache_pow, {})
-    if not fmt.tail:
-        raise ValueError(f"cache_pow: expected records with a bf16 tail, got those of {fmt.name}")
-    if fmt.quant.scale not in WIDE:
-        raise NotImplementedError(f"cache_pow: expected records with fp32 scales, got those of {fmt.name}")
-    expect_shape("q_thd", q_thd, "thd", dims | {"d": fmt.width})
-    expect_dtype("q_thd", q_thd, torch.bfloat16)
-    expect_shape("idx_tk", idx_tk, "tk", {"t": q_thd.shape[0]})
-    expect_dtype("idx_tk", idx_tk, torch.int32)
-    if topk_length_t is not None:
-        expect_shape("topk_length_t", topk_length_t, "t", {"t": q_thd.shape[0]})
-        expect_dtype("topk_length_t", topk_length_t, torch.int32)
-    expect_positive("scale", scale)
+    fmt = _check_sparse_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale)
     from deeptwin.kernels.triton_ops import sparse_mla as kernels
 
     record = _wide_record(fmt, PageLayout.INTERLEAVED)
     return kernels.sparse_mla(
         q_thd, cache_pow, idx_tk, topk_length_t, scale=scale, record=record, launch=launch, out=out
     )
+
+
+def sparse_mla_tilelang(
+    q_thd: Tensor,
+    cache_pow: Tensor,
+    idx_tk: Tensor,
+    topk_length_t: Tensor | None,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_mla` on SM90 with specialised warps; queries and lists that are not contiguous are copied first.
+
+    Raises:
+        ValueError: as `sparse_mla_triton`.
+        TypeError: as `sparse_mla_triton`.
+        NotImplementedError: scales are no fp32 numbers, heads that are no multiple of 64, pages that do not begin at
+            multiples of 16 bytes or span 32 GiB, or no SM90.
+    """
+    _check_sparse_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale)
+    if q_thd.shape[1] % 64:
+        raise NotImplementedError(f"q_thd: expected 64·n heads, got {q_thd.shape[1]}")
+    if cache_pow.stride(0) % 16 or cache_pow.data_ptr() % 16 or len(cache_pow) * cache_pow.stride(0) >= 2**35:
+        raise NotImplementedError(f"cache_pow: expected pages at 16 bytes, below 32 GiB, got {cache_pow.stride()}")
+    _require_sm90(q_thd)
+    from deeptwin.kernels.tilelang_ops import sparse_mla_sm90 as kernels
+
+    return kernels.sparse_mla(q_thd.contiguous(), cache_pow, idx_tk.contiguous(), topk_length_t, scale=scale)
 
 
 def sparse_mla_flash_mla(
@@ -500,6 +514,26 @@ def _check_rows(name: str, x_thd: Tensor, table_sr: Tensor, positions_t: Tensor,
     expect_dtype("table_sr", table_sr, torch.float32)
     expect_shape("positions_t", positions_t, "t", dims)
     expect_dtype("positions_t", positions_t, torch.int32, torch.int64)
+
+
+def _check_sparse_mla(
+    q_thd: Tensor, cache_pow: Tensor, idx_tk: Tensor, topk_length_t: Tensor | None, scale: float
+) -> RecordFormat:
+    """What every form over records with a tail takes; returns their format."""
+    fmt = expect_records("cache_pow", cache_pow, {})
+    if not fmt.tail:
+        raise ValueError(f"cache_pow: expected records with a bf16 tail, got those of {fmt.name}")
+    if fmt.quant.scale not in WIDE:
+        raise NotImplementedError(f"cache_pow: expected records with fp32 scales, got those of {fmt.name}")
+    expect_shape("q_thd", q_thd, "thd", {"d": fmt.width})
+    expect_dtype("q_thd", q_thd, torch.bfloat16)
+    expect_shape("idx_tk", idx_tk, "tk", {"t": q_thd.shape[0]})
+    expect_dtype("idx_tk", idx_tk, torch.int32)
+    if topk_length_t is not None:
+        expect_shape("topk_length_t", topk_length_t, "t", {"t": q_thd.shape[0]})
+        expect_dtype("topk_length_t", topk_length_t, torch.int32)
+    expect_positive("scale", scale)
+    return fmt
 
 
 def _check_scores(q_thd: Tensor, w_th: Tensor, length_t: Tensor) -> dict[str, int]:

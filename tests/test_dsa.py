@@ -28,6 +28,7 @@ from deeptwin.optimized.dsa import (
     dsa_index_scores_triton,
     sparse_mla_flash_mla,
     sparse_mla_flash_mla_unsplit,
+    sparse_mla_tilelang,
     sparse_mla_triton,
 )
 from deeptwin.optimized.providers import flash_mla_lists
@@ -575,20 +576,32 @@ def test_the_fp8_unit_has_a_rule_of_its_own() -> None:
 
 
 def test_attention_over_records_is_refused() -> None:
-    both = (sparse_mla, sparse_mla_triton)
+    both = (sparse_mla, sparse_mla_triton, sparse_mla_tilelang)
     flash = (sparse_mla_flash_mla, sparse_mla_flash_mla_unsplit)
-    all_three = (*both, *flash)
-    raises(ValueError, "q_thd", {"q_thd": draw(1, 2, 3, 512)}, MLA, *all_three)
-    raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 655, dtype=torch.uint8)}, MLA, *all_three)
-    raises(ValueError, "idx_tk", {"idx_tk": int32([0, 1])}, MLA, *all_three)
-    raises(ValueError, "scale", {"scale": 0.0}, MLA, *all_three)
-    raises(TypeError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 656)}, MLA, *all_three)
-    raises(TypeError, "idx_tk", {"idx_tk": torch.zeros(2, 5, dtype=torch.int64)}, MLA, *all_three)
-    raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 528, dtype=torch.uint8)}, MLA, *all_three)
+    every_row = (*both, *flash)
+    raises(ValueError, "q_thd", {"q_thd": draw(1, 2, 3, 512)}, MLA, *every_row)
+    raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 655, dtype=torch.uint8)}, MLA, *every_row)
+    raises(ValueError, "idx_tk", {"idx_tk": int32([0, 1])}, MLA, *every_row)
+    raises(ValueError, "scale", {"scale": 0.0}, MLA, *every_row)
+    raises(TypeError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 656)}, MLA, *every_row)
+    raises(TypeError, "idx_tk", {"idx_tk": torch.zeros(2, 5, dtype=torch.int64)}, MLA, *every_row)
+    raises(ValueError, "cache_pow", {"cache_pow": torch.zeros(2, 4, 528, dtype=torch.uint8)}, MLA, *every_row)
     raises(ValueError, "topk_length_t", {"topk_length_t": int32([1])}, MLA, *both)
     raises(TypeError, "topk_length_t", {"topk_length_t": torch.zeros(2)}, MLA, *both)
     raises(TypeError, "dtype", {"dtype": torch.float64}, MLA, sparse_mla)
-    raises(TypeError, "q_thd", {"q_thd": torch.zeros(2, 3, 576)}, MLA, sparse_mla_triton, *flash)
+    raises(TypeError, "q_thd", {"q_thd": torch.zeros(2, 3, 576)}, MLA, *every_row[1:])
+
+
+def test_the_kernel_with_specialised_warps_declines() -> None:
+    good = MLA | {"q_thd": draw(1, 2, 64, 576)}
+    of_v4 = torch.zeros(1, 4, 584, dtype=torch.uint8)
+    apart = torch.zeros(2, 4 * 656 + 8, dtype=torch.uint8)[:, : 4 * 656].unflatten(1, (4, 656))
+    askew = torch.zeros(2 * 4 * 656 + 8, dtype=torch.uint8)[8:].view(2, 4, 656)
+    raises(NotImplementedError, "q_thd", {"q_thd": draw(1, 2, 3, 576)}, good, sparse_mla_tilelang)
+    vast = torch.empty(15_000_000, 4, 656, dtype=torch.uint8, device="meta")
+    for cache in (of_v4, apart, askew, vast):
+        raises(NotImplementedError, "cache_pow", {"cache_pow": cache}, good, sparse_mla_tilelang)
+    raises(NotImplementedError, "q_thd", {}, good, sparse_mla_tilelang)
 
 
 def test_the_adapter_of_flash_mla_declines(monkeypatch: pytest.MonkeyPatch) -> None:

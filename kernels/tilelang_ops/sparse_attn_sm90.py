@@ -1,4 +1,4 @@
-"""Attention on SM90 over rows of a cache that lists or block tables name, by the roles of `roles_sm90.py`.
+"""Attention on SM90 over rows of a cache that lists or block tables name, by the roles of `seesaw_sm90.py`.
 
 A program owns one query token and one tile of heads and walks the whole list in blocks of keys. The third group copies
 the rows that a block names, 16 bytes at a time and asynchronously; a hole is filled with zeros and never read. The
@@ -26,10 +26,15 @@ from .roles_sm90 import (
     VALUES,
     Roles,
     divide_sums,
+)
+from .seesaw_sm90 import (
+    EXP2,
     first_group,
+    half_of,
     name_keys,
+    read_half,
     read_queries,
-    read_rows,
+    read_tail,
     second_group,
     shared_memory,
 )
@@ -49,13 +54,13 @@ def attend_program(
     Raises:
         NotImplementedError: heads are no multiple of the tile, or not 512 values with at most 64 channels behind them.
     """
-    roles = roles or Roles()
+    roles = roles or Roles(multiply=216, bring=72)
     if num_heads % HEADS:
         raise NotImplementedError(f"num_heads: expected a multiple of {HEADS}, got {num_heads}")
     if value_dim != VALUES or width not in (512, 576):
         raise NotImplementedError(f"width, value_dim: expected 512 or 576, and 512, got {width}, {value_dim}")
     tail, tiles = width - VALUES, num_heads // HEADS
-    step, lanes = roles.step, roles.lanes
+    step, lanes, passes = roles.step, roles.lanes, KEYS // roles.step
     tokens, entries, pages, slots, page_stride = T.dynamic("tokens, entries, pages, slots, page_stride")
 
     @T.prim_func
@@ -70,6 +75,7 @@ def attend_program(
         scale_log2: T.float32,
     ):
         with T.Kernel(tokens * tiles, threads=THREADS) as program:
+            T.import_source(EXP2)
             shared = shared_memory(tail)
             left = T.alloc_fragment((HEADS, HALF), T.float32)
             right = T.alloc_fragment((HEADS, HALF), T.float32)
@@ -85,10 +91,11 @@ def attend_program(
             block_top_right = T.alloc_fragment((HEADS,), T.float32)
             block_total = T.alloc_fragment((HEADS,), T.float32)
             block_total_right = T.alloc_fragment((HEADS,), T.float32)
-            own = T.alloc_fragment((HEADS,), T.float32)
-            row = T.alloc_local((KEYS // step,), T.int32)
-            page = T.alloc_local((KEYS // step,), T.int32)
-            slot = T.alloc_local((KEYS // step,), T.int32)
+            weight = T.alloc_fragment((HEADS, KEYS), T.bfloat16)
+            weight_right = T.alloc_fragment((HEADS, KEYS), T.bfloat16)
+            row = T.alloc_local((2 * passes,), T.int32)
+            page = T.alloc_local((2 * passes,), T.int32)
+            slot = T.alloc_local((2 * passes,), T.int32)
 
             # 1. which token, heads and entries this program owns
             token = program // tiles
@@ -101,13 +108,27 @@ def attend_program(
                 # 2. even blocks, the left half of the values
                 T.set_max_nreg(roles.multiply, 1)
                 first_group(
-                    shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail, True
+                    shared,
+                    blocks,
+                    scale_log2,
+                    left,
+                    score,
+                    weight,
+                    top,
+                    total,
+                    shrink,
+                    block_top,
+                    block_total,
+                    0,
+                    tail,
+                    True,
+                    True,
                 )
                 for h in T.Parallel(HEADS):
                     lse_th[token, head0 + h] = (top[h] + T.log2(total[h])) * LN_2
                 divide_sums(left, top, total, shrink, sink_h, head0, has_sink)
-                T.copy(left, shared.q_left)
-                T.copy(shared.q_left, out_thu[token, head0 : head0 + HEADS, 0:HALF])
+                T.copy(left, shared.q[0, :, :])
+                T.copy(shared.q[0, :, :], out_thu[token, head0 : head0 + HEADS, 0:HALF])
             elif thread < 2 * GROUP:
                 # 3. odd blocks, the right half
                 T.set_max_nreg(roles.multiply, 1)
@@ -117,35 +138,70 @@ def attend_program(
                     scale_log2,
                     right,
                     score_right,
+                    weight_right,
                     top_right,
                     total_right,
                     shrink_right,
                     block_top_right,
                     block_total_right,
-                    own,
+                    0,
                     tail,
+                    True,
                     True,
                 )
                 divide_sums(right, top_right, total_right, shrink_right, sink_h, head0, has_sink)
-                T.copy(right, shared.q_right)
-                T.copy(shared.q_right, out_thu[token, head0 : head0 + HEADS, HALF:value_dim])
+                T.copy(right, shared.q[1, :, :])
+                T.copy(shared.q[1, :, :], out_thu[token, head0 : head0 + HEADS, HALF:value_dim])
             else:
                 # 4. the queries, then the keys of block after block
                 T.set_max_nreg(roles.bring, 0)
                 lane = (thread - 2 * GROUP) % lanes
                 first = (thread - 2 * GROUP) // lanes
                 read_queries(q_thd, token, head0, shared, first, lane, tail, lanes)
-                for block in T.serial(blocks):
-                    now = block % 2
-                    for g in T.unroll(KEYS // step):
-                        entry = block * KEYS + g * step + first
+                for pair in T.serial(T.ceildiv(blocks, 2)):
+                    for g in T.unroll(2 * passes):
+                        entry = pair * 2 * KEYS + g * step + first
                         row[g] = T.if_then_else(entry < list_end, idx_tk[token, entry], -1)
                         row[g] = T.if_then_else(row[g] < pages * slots, row[g], -1)
                         page[g] = T.max(row[g], 0) // slots
                         slot[g] = T.max(row[g], 0) - page[g] * slots
-                    T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
-                    name_keys(shared, now, row, first, lane, lanes)
-                    read_rows(kv_pod, shared, now, row, page, slot, first, lane, tail, True, lanes)
+                    # halves in the order in which they become free
+                    for turn in T.unroll(2):
+                        for now in T.unroll(2):
+                            if pair * 2 + now < blocks:
+                                half = turn ^ now
+                                T.barrier_wait(shared.free[half_of(half, now)], pair % 2 ^ 1)
+                                if turn == 0:
+                                    name_keys(shared, now, row, now * passes, first, lane, lanes)
+                                read_half(
+                                    kv_pod,
+                                    shared,
+                                    half,
+                                    now,
+                                    row,
+                                    page,
+                                    slot,
+                                    now * passes,
+                                    first,
+                                    lane,
+                                    True,
+                                    lanes,
+                                )
+                                if tail and turn == 1:
+                                    read_tail(
+                                        kv_pod,
+                                        shared,
+                                        now,
+                                        row,
+                                        page,
+                                        slot,
+                                        now * passes,
+                                        first,
+                                        lane,
+                                        tail,
+                                        True,
+                                        lanes,
+                                    )
 
     return sparse_attn
 

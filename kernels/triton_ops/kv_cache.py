@@ -165,7 +165,7 @@ def _store_groups(
         tl.store(at, (even | (odd << 4)).to(tl.uint8), mask=is_stored[:, None])
         value = e2m1_value(codes) * scale
     else:
-        codes = _e4m3_byte(quotient(x, scale, scale_kind), BITS)
+        codes = _e4m3_byte(quotient(x, scale, scale_kind, False), BITS)
         at = codes_at[:, None] + tl.arange(0, GROUP)[None, :]
         tl.store(at, codes.to(tl.uint8), mask=is_stored[:, None])
         value = _e4m3_value(codes, BITS) * scale

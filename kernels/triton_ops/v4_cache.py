@@ -82,7 +82,7 @@ def _norm_rope_store_v4(
     mask = is_stored & (part >= 0)
     tl.store(cache_ptr + page_at + scale_start + slot * scale_step + part, byte.to(tl.uint8), mask=mask)
     scale = ue8m0_value(byte)[:, None]
-    codes = _e4m3_byte(quotient(groups, scale, "ue8m0"), BITS)
+    codes = _e4m3_byte(quotient(groups, scale, "ue8m0", False), BITS)
     code_ptrs = cache_ptr + record + part[:, None] * LINE + tl.arange(0, LINE)[None, :]
     tl.store(code_ptrs, codes.to(tl.uint8), mask=(is_stored & is_coded)[:, None])
     # 4. the tail as it is

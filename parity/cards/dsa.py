@@ -577,6 +577,12 @@ def cases_mla(full: bool) -> list[MlaCase]:
             replace(dense, tokens=1, holes="leading", regime="mean1"),
             replace(dense, tokens=1, holes="bad"),
         ]
+        # what the kernel for SM90 takes and FlashMLA does not: gaps, lengths, indices beyond the cache, NaN codes
+        wide = MlaCase(tokens=3, heads=64, keys=500, topk=200, page=53)
+        found += [replace(wide, regime=r) for r in (*REGIMES, "zeros", "small", "nankey")]
+        found += [replace(wide, holes=h) for h in ("none", "leading", "all", "bad")]
+        found += [replace(wide, lengths=k) for k in ("mixed", "zero")]
+        found += [replace(wide, topk=k) for k in (1, 63, 64, 65, 129)]
         found += [replace(dense, writer=w, tokens=1, regime="peaked") for w in ("fmla", "demo")]
         found += [replace(dense, writer="f32", tokens=1, heads=h) for h in (64, 128)]
     return list({case.id: case for case in found}.values())
@@ -915,6 +921,11 @@ def outside_flash_mla(case: MlaCase) -> str | None:
     """Why FlashMLA's legacy sparse decode does not take a case."""
     fits = case.heads in (64, 128) and case.tokens > 0 and case.lengths == "none"
     return None if fits and not case.gap else "64 or 128 heads, whole pages, no lengths"
+
+
+def outside_specialised(case: MlaCase) -> str | None:
+    """Why the kernel with specialised warps does not take a case."""
+    return None if case.heads % 64 == 0 else f"64·n heads only, got {case.heads}"
 
 
 def outside_specialised_scores(case: ScoreCase) -> str | None:
@@ -1311,6 +1322,14 @@ SPARSE_MLA = Op(
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.dsa:sparse_mla_triton", lowered_declines=short_lists),
         Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.dsa:sparse_mla_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            declines=outside_specialised,
+            required=False,
+        ),
+        Candidate(
             name="flash-mla",
             function="deeptwin.optimized.dsa:sparse_mla_flash_mla",
             archs=("sm90",),
@@ -1334,6 +1353,17 @@ SPARSE_MLA = Op(
             kernel="deeptwin.kernels.triton_ops.sparse_mla:_attend_records",
             launch="deeptwin.parity.builds.launches.dsa:attend_h128",
             expect=DECODED | MATRIX,
+        ),
+        BuildCase(
+            name="tilelang-specialised-h128",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.sparse_mla_sm90:sparse_mla_program",
+            launch="deeptwin.parity.builds.launches.dsa_tilelang:sm90_records_h128",
+            expect={
+                "sm90": Expect(
+                    mma="wgmma", max_stack=96, reason="the sums leave 88 registers to who brings; 24 words spill"
+                )
+            },
         ),
     ),
     peers=(

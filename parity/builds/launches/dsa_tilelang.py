@@ -1,4 +1,4 @@
-"""TileLang programs of index scores at production shapes: functions without arguments that return the program."""
+"""TileLang programs of V3.2 at production shapes: functions without arguments that return the program."""
 
 from __future__ import annotations
 
@@ -29,3 +29,10 @@ def paged_fp8_h64() -> Any:
 def paged_exact_h64() -> Any:
     """The same with exact products."""
     return _program(exact=True, paged=True)
+
+
+def sm90_records_h128() -> Any:
+    """V3.2 decode over records of 656 bytes, by specialised warps."""
+    from deeptwin.kernels.tilelang_ops.sparse_mla_sm90 import sparse_mla_program
+
+    return sparse_mla_program(128, has_length=False)
