@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import output_buffer, ue8m0_value
+from .quant import e4m3_value, output_buffer, ue8m0_value
 from .split_softmax import arch_of
-from .two_cache import e4m3_value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ import triton.language as tl
 
 from . import require_runnable
 from .hadamard import butterflies
-from .quant import output_buffer
+from .quant import e4m3_value, output_buffer
 from .rope import difference_of_products
 from .split_softmax import arch_of
-from .two_cache import e4m3_value
 from .wide_records import wide_views
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import output_buffer, ue8m0_value
+from .quant import e4m3_value, output_buffer, ue8m0_value
 from .split_softmax import arch_of
 
 
@@ -34,13 +34,13 @@ class EmbedLaunch:
     """Groups of 32 channels that a program of the embedding takes. It changes no result."""
 
     groups: int = 128
-    widens_e4m3: bool = True  # the target converts e4m3 by itself
+    e4m3_bits: bool = False  # take codes apart where the chip cannot convert them
     num_warps: int = 8
 
 
 def embed_launch(arch: str) -> EmbedLaunch:
     """16 channels a thread; the Ascend chain takes the bits of a code apart itself."""
-    return EmbedLaunch(widens_e4m3=arch != "ascend950")
+    return EmbedLaunch(e4m3_bits=arch == "ascend950")
 
 
 @triton.jit
@@ -179,18 +179,6 @@ def _hash(
 
 
 @triton.jit
-def e4m3_value(code):
-    """The fp32 value of e4m3 codes given as bytes, from their bits: no target needs a conversion of its own."""
-    byte = code.to(tl.int32)
-    size = byte & 127
-    # exponent and mantissa moved to where fp32 has them are the number divided by 2^120
-    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-    bits = tl.where(size == 127, 0x7FC00000, value.to(tl.int32, bitcast=True))
-    return (bits | ((byte & 128) << 24)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _lookup(
     table_ptr,
     table_sf_ptr,
@@ -238,7 +226,7 @@ def _embed(
     stride_sr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDENS: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     # 1. groups are numbered through all named rows; a group and its scale stay in one line
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -251,8 +239,7 @@ def _embed(
     scale = ue8m0_value(tl.load(table_sf_ptr + row * stride_sr + part, mask=named, other=127))[:, None]
     item = tl.arange(0, 32)[None, :]
     code = tl.load(table_ptr + (row * stride_tr + part * 32)[:, None] + item, mask=named[:, None], other=0)
-    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if WIDENS else e4m3_value(code)
-    value = (value * scale).to(values_ptr.dtype.element_ty)
+    value = (e4m3_value(code, BITS) * scale).to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + (group.to(tl.int64) * 32)[:, None] + item, value, mask=in_range[:, None])
 
 
@@ -441,7 +428,7 @@ def engram_embed(
         table_sf.stride(0),
         GROUPS=dim // 32,
         BLOCK=launch.groups,
-        WIDENS=launch.widens_e4m3,
+        BITS=launch.e4m3_bits,
         num_warps=launch.num_warps,
     )
     return e_tm

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .engram import e4m3_value
-from .quant import output_buffer, ue8m0_value
+from .quant import e4m3_value, output_buffer, ue8m0_value
 from .split_softmax import arch_of
 
 
@@ -26,7 +25,7 @@ class ProjectLaunch:
     block_t: int = 64
     block_u: int = 128
     groups: int = 2
-    widens_e4m3: bool = True  # the target converts e4m3 by itself
+    e4m3_bits: bool = False  # take codes apart where the chip cannot convert them
     num_warps: int = 4
     num_stages: int = 3
 
@@ -41,7 +40,7 @@ class GateLaunch:
 
 def project_launch(arch: str) -> ProjectLaunch:
     """The same tile for every number of tokens; the Ascend chain takes the bits of a code apart itself."""
-    return ProjectLaunch(widens_e4m3=arch != "ascend950")
+    return ProjectLaunch(e4m3_bits=arch == "ascend950")
 
 
 def gate_launch(width: int) -> GateLaunch:
@@ -51,10 +50,10 @@ def gate_launch(width: int) -> GateLaunch:
 
 
 @triton.jit
-def _widened(codes_ptr, sf_ptr, at, sf_at, mask, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDENS: tl.constexpr):
+def _widened(codes_ptr, sf_ptr, at, sf_at, mask, ROWS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr):
     """Values of [rows, groups, 32] codes as a bf16 tile [rows, channels]; code and scale give a bf16 number."""
     code = tl.load(codes_ptr + at, mask=mask, other=0)
-    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if WIDENS else e4m3_value(code)
+    value = e4m3_value(code, BITS)
     scale = ue8m0_value(tl.load(sf_ptr + sf_at, mask=mask, other=127))
     return tl.reshape((value * scale).to(tl.bfloat16), [ROWS, GROUPS * 32])
 
@@ -76,7 +75,7 @@ def _project(
     BLOCK_T: tl.constexpr,
     BLOCK_U: tl.constexpr,
     GROUPS: tl.constexpr,
-    WIDENS: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     # 1. which tokens and outputs
     token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -92,8 +91,8 @@ def _project(
         a_mask, b_mask = in_tokens[:, None, None] & inside, in_outputs[:, None, None] & inside
         a_at, a_sf_at = row * stride_ct + group * 32 + item, row * stride_st + group
         b_at, b_sf_at = column * stride_wu + group * 32 + item, (column // 32) * stride_vi + group
-        a = _widened(codes_ptr, sf_ptr, a_at, a_sf_at, a_mask, BLOCK_T, GROUPS, WIDENS)
-        b = _widened(w_ptr, w_sf_ptr, b_at, b_sf_at, b_mask, BLOCK_U, GROUPS, WIDENS)
+        a = _widened(codes_ptr, sf_ptr, a_at, a_sf_at, a_mask, BLOCK_T, GROUPS, BITS)
+        b = _widened(w_ptr, w_sf_ptr, b_at, b_sf_at, b_mask, BLOCK_U, GROUPS, BITS)
         acc = tl.dot(a, tl.trans(b), acc)
     # 3. the only rounding
     kv_at = kv_ptr + token[:, None] * num_outputs + output[None, :]
@@ -197,7 +196,7 @@ def engram_project(
         BLOCK_T=launch.block_t,
         BLOCK_U=launch.block_u,
         GROUPS=launch.groups,
-        WIDENS=launch.widens_e4m3,
+        BITS=launch.e4m3_bits,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import e2m1_codes, e2m1_value, output_buffer, quotient, ue8m0_value
+from .quant import e2m1_codes, e2m1_value, e4m3_value, output_buffer, quotient, ue8m0_value
 from .rope import difference_of_products
 from .split_softmax import arch_of
 
@@ -87,20 +87,6 @@ def _e4m3_byte(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_value(byte, BITS: tl.constexpr):
-    """The fp32 values of e4m3 codes given as integers."""
-    if BITS:
-        byte = byte.to(tl.int32)
-        size = byte & 0x7F
-        small = (size.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-        bits = tl.where(size < 8, small, tl.where(size == 0x7F, 0x7FC00000, (size << 20) + (120 << 23)))
-        value = (bits | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
-    else:
-        value = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return value
-
-
-@triton.jit
 def _e2m1_values(byte, BITS: tl.constexpr):
     """The fp32 values of the two e2m1 codes of a byte, the low nibble first."""
     if BITS:
@@ -108,8 +94,8 @@ def _e2m1_values(byte, BITS: tl.constexpr):
         low, high = e2m1_value(byte & 15), e2m1_value(byte >> 4)
     else:
         # two bits of exponent and one of mantissa stand in an e4m3 code of a 64th of the value
-        low = _e4m3_value(((byte & 7) << 2) | ((byte & 8) << 4), BITS) * 64.0
-        high = _e4m3_value(((byte >> 2) & 0x1C) | (byte & 0x80), BITS) * 64.0
+        low = e4m3_value(((byte & 7) << 2) | ((byte & 8) << 4), BITS) * 64.0
+        high = e4m3_value(((byte >> 2) & 0x1C) | (byte & 0x80), BITS) * 64.0
     return low, high
 
 
@@ -127,7 +113,7 @@ def _scale_byte(amax, floor, MAX: tl.constexpr, E4M3_SCALE: tl.constexpr, BITS: 
 @triton.jit
 def _scale_value(byte, E4M3_SCALE: tl.constexpr, BITS: tl.constexpr):
     """The fp32 value of a scale byte."""
-    return _e4m3_value(byte, BITS) if E4M3_SCALE else ue8m0_value(byte)
+    return e4m3_value(byte, BITS) if E4M3_SCALE else ue8m0_value(byte)
 
 
 @triton.jit
@@ -168,7 +154,7 @@ def _store_groups(
         codes = _e4m3_byte(quotient(x, scale, scale_kind, False), BITS)
         at = codes_at[:, None] + tl.arange(0, GROUP)[None, :]
         tl.store(at, codes.to(tl.uint8), mask=is_stored[:, None])
-        value = _e4m3_value(codes, BITS) * scale
+        value = e4m3_value(codes, BITS) * scale
     return value
 
 
@@ -249,7 +235,7 @@ def _load_records(
         low, high = _e2m1_values(byte, BITS)
         x = tl.reshape(tl.join(low * scale, high * scale), [BLOCK_GROUPS, GROUP])
     else:
-        x = _e4m3_value(byte, BITS) * scale
+        x = e4m3_value(byte, BITS) * scale
     # 3. the only rounding
     x_ptrs = x_ptr + (group.to(tl.int64) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     tl.store(x_ptrs, x.to(x_ptr.dtype.element_ty), mask=(group < num_groups)[:, None])

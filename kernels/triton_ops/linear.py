@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import output_buffer, ue8m0_value
+from .quant import e4m3_value, output_buffer, ue8m0_value
 from .split_softmax import arch_of
 
 
@@ -53,21 +53,6 @@ def codes_launch(longest_f32_group: int, arch: str) -> LinearLaunch:
     if arch == "ascend950":  # its compilers cannot widen e4m3, and the tile has to fit the unified buffer
         return LinearLaunch(block_rows=32, block_features=64, block_width=width, bits=True, num_stages=1)
     return LinearLaunch(block_width=width, num_warps=8 if width > 64 else 4, num_stages=2)
-
-
-@triton.jit
-def e4m3_values(code, BITS: tl.constexpr):
-    """bf16 values of e4m3 codes, exactly."""
-    if BITS:
-        wide = code.to(tl.int32)
-        size = wide & 0x7F
-        normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-        value = tl.where(size == 0x7F, float("nan"), value)
-        value = tl.where(wide > 0x7F, value * -1.0, value).to(tl.bfloat16)
-    else:
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-    return value
 
 
 @triton.jit
@@ -123,7 +108,8 @@ def scaled_product(
         # 1. codes; what lies beyond the width is zero
         column = start + tl.arange(0, BLOCK_WIDTH)
         x_mask = in_rows[:, None] & (column < width)[None, :]
-        x = e4m3_values(tl.load(x_ptr + row[:, None] * stride_xt + column[None, :], mask=x_mask, other=0), BITS)
+        code = tl.load(x_ptr + row[:, None] * stride_xt + column[None, :], mask=x_mask, other=0)
+        x = e4m3_value(code, BITS).to(tl.bfloat16)
         if W_PACKED:
             byte_at = start // 2 + tl.arange(0, BLOCK_WIDTH // 2)
             w_mask = in_features[:, None] & (byte_at < width // 2)[None, :]
@@ -133,7 +119,8 @@ def scaled_product(
             w = e2m1_values(nibble)
         else:
             w_mask = in_features[:, None] & (column < width)[None, :]
-            w = e4m3_values(tl.load(w_ptr + feature[:, None] * stride_wf + column[None, :], mask=w_mask, other=0), BITS)
+            code = tl.load(w_ptr + feature[:, None] * stride_wf + column[None, :], mask=w_mask, other=0)
+            w = e4m3_value(code, BITS).to(tl.bfloat16)
         # 2. scales
         x_group = start // X_GROUP + tl.arange(0, BLOCK_WIDTH // X_PER)
         xs_mask = in_rows[:, None] & (x_group * X_GROUP < width)[None, :]

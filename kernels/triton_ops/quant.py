@@ -77,6 +77,22 @@ def quotient(x, scale, SCALE: tl.constexpr, SHORT: tl.constexpr):
 
 
 @triton.jit
+def e4m3_value(byte, BITS: tl.constexpr):
+    """The fp32 value of e4m3 codes given as integers; BITS: taken apart, for a chip that cannot widen them."""
+    if BITS:
+        wide = byte.to(tl.int32)
+        size = wide & 0x7F
+        # a normal code is the top of an fp32 mantissa and its exponent, 120 too low; below 8 codes count 2^-9
+        bits = tl.where(size == 0x7F, 0x7FC00000, (size << 20) + (120 << 23))
+        small = size.to(tl.float32) * 0.001953125
+        value = tl.where(size < 8, small, bits.to(tl.float32, bitcast=True))
+        value = tl.where(wide > 127, value * -1.0, value)
+    else:
+        value = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
 def e4m3_codes(x, scale, SCALE: tl.constexpr):
     """x / scale as e4m3. Only a scale that saturated leaves more than 448, which a cast makes NaN on some devices."""
     wide = x.to(tl.float32)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
+from .quant import e4m3_value
 from .split_softmax import (
     LOG2_E,
     LOWEST,
@@ -27,7 +28,6 @@ from .split_softmax import (
     require_value_dim,
     split_partials,
 )
-from .two_cache import e4m3_value
 from .wide_records import WideRecord, wide_views
 
 

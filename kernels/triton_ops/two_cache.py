@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import ue8m0_value
+from .quant import e4m3_value, ue8m0_value
 from .split_softmax import LOG2_E, LOWEST, arch_of, finish_rows, online_step, require_rows
 from .wide_records import wide_views
 
@@ -37,22 +37,6 @@ def two_cache_launch(num_heads: int, arch: str) -> TwoCacheLaunch:
         return TwoCacheLaunch(block_heads=16, block_keys=16, num_warps=8, num_stages=1, e4m3_bits=True)
     # decoded keys pass through registers, which the accumulator fills: larger blocks spill by the hundred
     return TwoCacheLaunch(block_heads=heads, block_keys=16 if arch == "sm100" else 32, num_warps=8, num_stages=1)
-
-
-@triton.jit
-def e4m3_value(byte, BITS: tl.constexpr):
-    """The fp32 value of e4m3fn codes given as bytes."""
-    if BITS:
-        wide = byte.to(tl.int32)
-        size = wide & 0x7F
-        # a normal code is the top of an fp32 mantissa and its exponent, 120 too low; below 8 codes count 2^-9
-        bits = tl.where(size == 0x7F, 0x7FC00000, (size << 20) + (120 << 23))
-        small = size.to(tl.float32) * 0.001953125
-        value = tl.where(size < 8, small, bits.to(tl.float32, bitcast=True))
-        value = tl.where(wide > 127, value * -1.0, value)
-    else:
-        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return value
 
 
 @triton.jit

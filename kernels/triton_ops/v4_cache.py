@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .kv_cache import _e4m3_byte, _e4m3_value, _place, _scale_byte, _store_tap, fused_launch, normed_row, turned_tail
-from .quant import quotient, ue8m0_value
+from .kv_cache import _e4m3_byte, _place, _scale_byte, _store_tap, fused_launch, normed_row, turned_tail
+from .quant import e4m3_value, quotient, ue8m0_value
 from .split_softmax import arch_of
 from .wide_records import E4M3_MAX, WideRecord, wide_views
 
@@ -96,7 +96,7 @@ def _norm_rope_store_v4(
     elif TAP == "rope":
         _store_tap(tap_ptr, own, turned, CHANNELS, LINE)
     elif TAP == "cast_back":
-        stored = tl.reshape(_e4m3_value(codes, BITS) * scale, [CHANNELS])
+        stored = tl.reshape(e4m3_value(codes, BITS) * scale, [CHANNELS])
         _store_tap(tap_ptr, stored, turned, CHANNELS, LINE)
 
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .kv_cache import _e4m3_byte, _e4m3_value, _place, _scale_byte
-from .quant import output_buffer, store_scale, ue8m0_value
+from .kv_cache import _e4m3_byte, _place, _scale_byte
+from .quant import e4m3_value, output_buffer, store_scale, ue8m0_value
 from .split_softmax import arch_of
 
 E4M3_MAX = tl.constexpr(448.0)
@@ -185,7 +185,7 @@ def _load_wide(
     else:
         scale = tl.load(scale_at, mask=coded, other=0.0)
     code_at = (byte_ptr + page_at + slot * code_step + part * GROUP)[:, None] + channel[None, :]
-    x = _e4m3_value(tl.load(code_at, mask=coded[:, None], other=0), BITS) * scale[:, None]
+    x = e4m3_value(tl.load(code_at, mask=coded[:, None], other=0), BITS) * scale[:, None]
     width = GROUPS * GROUP + TAIL
     x_at = (x_ptr + row * width + part * GROUP)[:, None] + channel[None, :]
     tl.store(x_at, x.to(x_ptr.dtype.element_ty), mask=((row < num_rows) & (part < GROUPS))[:, None])
