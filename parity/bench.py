@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .card import Candidate, Inputs, Op, load_card, resolve
 from .device_draws import DeviceDraws
-from .environment import facts, fixed_numerics
+from .environment import facts, family, fixed_numerics
 from .house import worker_environment
 from .judge import judge
 from .oracles import OracleSet
@@ -151,8 +151,7 @@ def measure(bench: Bench, ceilings: Ceilings) -> list[Timing]:
     rows = sorted(set(sample))
     held = {name: _on_host(value) for name, value in inputs.items()}
     oracles = OracleSet(op, take(held, op, rows) if bench.pick is None else bench.pick(held, rows))
-    arch = f"sm{torch.cuda.get_device_capability()[0]}0"
-    timings = [_timed(bench, op, row, inputs, rows, oracles) for row in op.candidates if arch in row.archs]
+    timings = [_timed(bench, op, row, inputs, rows, oracles) for row in op.candidates if family("cuda") in row.archs]
     return _compared([_rated(one, bench, ceilings) for one in timings])
 
 

@@ -82,6 +82,11 @@ def architecture(device: str) -> str:
     return f"sm{major}{minor}"
 
 
+def family(device: str) -> str:
+    """What rows of cards call a device: "cpu", or the first chip of its generation, "sm90", "sm100", …"""
+    return device if device == "cpu" else f"sm{torch.cuda.get_device_capability()[0]}0"
+
+
 def facts(device: str = "cpu") -> dict[str, Any]:
     """What a result is bound to: machine, device, library versions, numeric switches."""
     record: dict[str, Any] = {

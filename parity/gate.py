@@ -15,7 +15,7 @@ from typing import Any
 
 from . import ledger
 from .card import Candidate, Card, Inputs, Op, Peer, case_rng
-from .environment import architecture, fixed_numerics
+from .environment import architecture, family, fixed_numerics
 from .judge import Verdict, judge
 from .oracles import BadCase, OracleSet
 from .outcome import Outcome, Status
@@ -77,9 +77,8 @@ def reference_row(op: Op) -> Candidate:
 
 def plan(card: Card, op: Op, *, full: bool, device: str = "cpu", rows: Sequence[Candidate] | None = None) -> list[Job]:
     """The jobs of one operation: with `rows` only those candidates, otherwise reference, card rows and peers."""
-    arch = "cpu" if device == "cpu" else None
     if rows is None:
-        own = [c for c in op.candidates if arch is None or arch in c.archs]
+        own = [c for c in op.candidates if family(device) in c.archs]
         candidates = (reference_row(op), *own) if device == "cpu" and op.judges_reference else tuple(own)
         peers = op.peers if device == "cpu" else ()
     else:

@@ -119,12 +119,12 @@ class Budget:
         u = unit_roundoff(got.dtype)
         unit = u * torch.maximum(truth.abs(), row_rms(truth).clamp_min(self.scale))
         unit = torch.where(row_rms(truth) > 0, unit.clamp_min(SMALLEST_NORMAL), unit)
-        pooled = _pooled_rms(truth)
+        pooled = _pooled_rms(truth, finite)
         least = torch.where(pooled > 0, (self.floor * u * pooled.clamp_min(self.scale)).clamp_min(SMALLEST_NORMAL), 0.0)
-        yardstick = _at_least(_pooled_rms(theirs), least)
+        yardstick = _at_least(_pooled_rms(theirs, finite), least)
         used = {
             "element": self._element(ours, theirs, unit),
-            "row": (_pooled_rms(ours) / yardstick).max().item() / self.row,
+            "row": (_pooled_rms(ours, finite) / yardstick).max().item() / self.row,
             "total": _ratio(_rms(ours), max(_rms(theirs), _rms(least))) / self.total,
             "bias": self._bias(ours, truth, unit),
         }
@@ -149,15 +149,30 @@ class Budget:
         return min(mean / self.bias, _ratio(mean, spread) / self.bias_t)
 
 
-def _pooled_rms(x: Tensor) -> Tensor:
-    """Root mean square of every row, rows narrower than ROW_MIN_ELEMENTS pooled with their neighbours."""
-    width = x.shape[-1]
-    squares = x.square().sum(-1).reshape(-1)
-    pools = max(1, squares.numel() // -(-ROW_MIN_ELEMENTS // width))
-    pool = torch.arange(squares.numel()) * pools // squares.numel()
+def _pooled_rms(x: Tensor, counted: Tensor) -> Tensor:
+    """Root mean square of every row, rows of fewer than ROW_MIN_ELEMENTS counted elements pooled with neighbours."""
+    squares, counts = x.square().sum(-1).reshape(-1), counted.sum(-1).reshape(-1)
+    pool = _pools(counts)
+    pools = int(pool[-1]) + 1 if len(pool) else 1
     total = torch.zeros(pools, dtype=x.dtype).index_add_(0, pool, squares)
-    count = torch.zeros(pools, dtype=x.dtype).index_add_(0, pool, torch.full_like(squares, width))
-    return (total / count).sqrt()
+    count = torch.zeros(pools, dtype=x.dtype).index_add_(0, pool, counts.to(x.dtype))
+    return (total / count.clamp_min(1.0)).sqrt()
+
+
+def _pools(counts: Tensor) -> Tensor:
+    """The pool of every row: as even as they come for rows of one width, else closed when it has enough elements."""
+    rows, width = len(counts), int(counts.max()) if len(counts) else 0
+    if rows and width and bool((counts == width).all()):
+        return torch.arange(rows) * max(1, rows // -(-ROW_MIN_ELEMENTS // width)) // rows
+    pool, found, held = [], 0, 0
+    for count in counts.tolist():
+        pool.append(found)
+        held += count
+        if held >= ROW_MIN_ELEMENTS:
+            found, held = found + 1, 0
+    # what is left over at the end is too little by itself
+    last = found - 1 if found and held < ROW_MIN_ELEMENTS else found
+    return torch.tensor(pool, dtype=torch.int64).clamp_max(max(last, 0))
 
 
 def _rms(x: Tensor) -> float:

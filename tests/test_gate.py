@@ -450,6 +450,18 @@ def test_cuda_without_a_device_exits_3():
     assert "no CUDA device" in result.output
 
 
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), "sm90"), ((10, 3), "sm100"), ((8, 0), None)])
+def test_a_device_is_given_the_rows_of_its_family(monkeypatch, capability, expected):
+    """Rows that a card declares for a CPU alone are not tried on a device, nor those of another chip."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    schedule, scores = load_card("dspark_schedule"), load_card("dsa")
+    assert plan(schedule, schedule.op("choose_total"), full=False, device="cuda") == []
+    jobs = plan(scores, scores.op("dsa_index_scores"), full=False, device="cuda")
+    named = {row.name for job in jobs for row in job.candidates}
+    assert ("triton" in named) is (expected is not None)
+    assert ("deep-gemm" in named) is (expected == "sm90")
+
+
 def test_list_and_show_describe_every_operation():
     listed = json.loads(CliRunner().invoke(app, ["list", "--json"]).output)
     assert [entry["component"] for entry in listed] == list(card_names())

@@ -69,6 +69,32 @@ def test_budget_passes_honest_arithmetic():
     assert Budget().judge(got, oracles).ok
 
 
+def scores_like(seed, visible):
+    """Scores of which row i sees `visible[i]`, and two honest fp32 evaluations."""
+    g = torch.Generator().manual_seed(seed)
+    truth = torch.randn(len(visible), 96, generator=g, dtype=torch.float64)
+
+    def honest():
+        return (truth * (1 + torch.randn(truth.shape, generator=g, dtype=torch.float64) * 2.0**-24)).float()
+
+    got, rival = honest(), honest()
+    hidden = torch.arange(96) >= torch.tensor(visible)[:, None]
+    for x in (truth, got, rival):
+        x.masked_fill_(hidden, -torch.inf)
+    return Fixed(semantic=truth, contract=truth, rival=rival), got
+
+
+@pytest.mark.parametrize("visible", [(2, 90, 90), (90, 2, 90), (90, 90, 2), (0, 90, 3), (96, 96, 96)])
+def test_a_row_that_sees_little_is_no_yardstick_of_its_own(visible):
+    rule = Budget(row=3.0, total=2.0, bias=1.0)
+    for seed in range(40):
+        oracles, got = scores_like(seed, visible)
+        assert rule.judge(got, oracles).ok, seed
+        worst = int(torch.tensor(visible).argmax())
+        got[worst, : visible[worst]] *= 1 + 2.0**-17
+        assert not rule.judge(got, oracles).ok, seed
+
+
 def planted(name, got):
     x = got.clone()
     if name == "row zeroed":
