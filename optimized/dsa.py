@@ -391,15 +391,7 @@ def _sparse_mla_flash_mla(
     *,
     whole: bool,
 ) -> tuple[Tensor, Tensor]:
-    dims: dict[str, int] = {}
-    fmt = expect_records("cache_pow", cache_pow, {})
-    if not fmt.tail:
-        raise ValueError(f"cache_pow: expected records with a bf16 tail, got those of {fmt.name}")
-    expect_shape("q_thd", q_thd, "thd", dims | {"d": fmt.width})
-    expect_dtype("q_thd", q_thd, torch.bfloat16)
-    expect_shape("idx_tk", idx_tk, "tk", {"t": q_thd.shape[0]})
-    expect_dtype("idx_tk", idx_tk, torch.int32)
-    expect_positive("scale", scale)
+    fmt = _check_sparse_mla(q_thd, cache_pow, idx_tk, topk_length_t, scale)
     tokens, heads, width = q_thd.shape
     if topk_length_t is not None:
         raise NotImplementedError("topk_length_t: expected None, the kernel takes no lengths with these records")
