@@ -15,7 +15,7 @@ from deeptwin.reference.weights import Latents
 from .attention_v3 import absorbed_output, absorbed_query, latent_rows, softmax_scale
 from .kv_cache import WIDE, _wide_record
 from .linear import linear_triton
-from .providers import deep_gemm, flash_mla_legacy, flash_mla_lists, flash_mla_schedule
+from .providers import deep_gemm, expect_sm90, flash_mla_legacy, flash_mla_lists, flash_mla_schedule
 from .quant import quantize_triton
 from .sparse_attn import sparse_attn_triton
 from .topk import topk_triton
@@ -135,7 +135,7 @@ def dsa_index_scores_tilelang(q_thd: Tensor, k_sd: Tensor, k_sf_s: Tensor, w_th:
             that do not begin at multiples of 16 bytes.
     """
     _check_dense(q_thd, k_sd, k_sf_s, w_th, length_t)
-    _require_sm90(q_thd)
+    expect_sm90("q_thd", q_thd)
     from deeptwin.kernels.tilelang_ops import index_scores_sm90 as kernels
 
     return kernels.index_scores(q_thd, k_sd, k_sf_s, w_th, length_t, exact=True)
@@ -152,7 +152,7 @@ def dsa_index_scores_tilelang_fp8(
         NotImplementedError: as `dsa_index_scores_tilelang`.
     """
     _check_dense(q_thd, k_sd, k_sf_s, w_th, length_t)
-    _require_sm90(q_thd)
+    expect_sm90("q_thd", q_thd)
     from deeptwin.kernels.tilelang_ops import index_scores_sm90 as kernels
 
     return kernels.index_scores(q_thd, k_sd, k_sf_s, w_th, length_t, exact=False)
@@ -170,7 +170,7 @@ def dsa_index_scores_paged_tilelang(
             16 bytes.
     """
     _check_paged(q_thd, cache_pow, w_th, table_tj, length_t)
-    _require_sm90(q_thd)
+    expect_sm90("q_thd", q_thd)
     from deeptwin.kernels.tilelang_ops import index_scores_sm90 as kernels
 
     return kernels.index_scores_paged(q_thd, cache_pow, w_th, table_tj, length_t, exact=True)
@@ -187,7 +187,7 @@ def dsa_index_scores_paged_tilelang_fp8(
         NotImplementedError: as `dsa_index_scores_paged_tilelang`.
     """
     _check_paged(q_thd, cache_pow, w_th, table_tj, length_t)
-    _require_sm90(q_thd)
+    expect_sm90("q_thd", q_thd)
     from deeptwin.kernels.tilelang_ops import index_scores_sm90 as kernels
 
     return kernels.index_scores_paged(q_thd, cache_pow, w_th, table_tj, length_t, exact=False)
@@ -332,7 +332,7 @@ def sparse_mla_tilelang(
         raise NotImplementedError(f"q_thd: expected 64·n heads, got {q_thd.shape[1]}")
     if cache_pow.stride(0) % 16 or cache_pow.data_ptr() % 16 or len(cache_pow) * cache_pow.stride(0) >= 2**35:
         raise NotImplementedError(f"cache_pow: expected pages at 16 bytes, below 32 GiB, got {cache_pow.stride()}")
-    _require_sm90(q_thd)
+    expect_sm90("q_thd", q_thd)
     from deeptwin.kernels.tilelang_ops import sparse_mla_sm90 as kernels
 
     return kernels.sparse_mla(q_thd.contiguous(), cache_pow, idx_tk.contiguous(), topk_length_t, scale=scale)
@@ -553,11 +553,6 @@ def _check_paged(q_thd: Tensor, cache_pow: Tensor, w_th: Tensor, table_tj: Tenso
     expect_dtype("cache_pow", cache_pow, torch.uint8)
     expect_shape("table_tj", table_tj, "tj", dims)
     expect_dtype("table_tj", table_tj, torch.int32)
-
-
-def _require_sm90(q_thd: Tensor) -> None:
-    if not q_thd.is_cuda or torch.cuda.get_device_capability(q_thd.device)[0] != 9:
-        raise NotImplementedError(f"q_thd: expected a tensor on SM90, got one on {q_thd.device}")
 
 
 def _expect_deep_gemm(q_thd: Tensor, columns: int) -> None:

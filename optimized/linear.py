@@ -10,7 +10,7 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_multiple, expect_shape
 from deeptwin.reference.config import CodeKind, QuantFormat, ScaleKind
 
-from .providers import deep_gemm
+from .providers import deep_gemm, expect_sm90, packed
 
 STORAGE = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_DTYPES = {ScaleKind.UE8M0: torch.uint8, ScaleKind.E4M3: torch.float8_e4m3fn, ScaleKind.F32: torch.float32}
@@ -213,7 +213,7 @@ def linear_codes_deep_gemm(
     library = deep_gemm()
     y_tf = torch.empty(x_q.shape[0], w_q.shape[0], dtype=dtype, device=x_q.device)
     rows = x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)
-    library.fp8_gemm_nt(rows, (w_q, _packed(w_sf)), y_tf)
+    library.fp8_gemm_nt(rows, (w_q, packed(w_sf)), y_tf)
     return y_tf
 
 
@@ -572,8 +572,7 @@ def _expect_specialised(x_q: Tensor, x_fmt: QuantFormat, w_fmt: QuantFormat) -> 
     known = blocks == (1, 128, 128, 128) or (blocks == (1, 32, 32, 32) and x_fmt.scale is ScaleKind.UE8M0)
     if not same or not known:
         raise NotImplementedError(f"x_fmt, w_fmt: expected e4m3 blocks of 128 or of 32, got {x_fmt.name}, {w_fmt.name}")
-    if not x_q.is_cuda or torch.cuda.get_device_capability(x_q.device)[0] != 9:
-        raise NotImplementedError(f"x_q: expected a tensor on SM90, got one on {x_q.device}")
+    expect_sm90("x_q", x_q)
 
 
 def _expect_deep_gemm(x_q: Tensor, w_q: Tensor, x_fmt: QuantFormat, w_fmt: QuantFormat) -> None:
@@ -582,12 +581,6 @@ def _expect_deep_gemm(x_q: Tensor, w_q: Tensor, x_fmt: QuantFormat, w_fmt: Quant
         raise NotImplementedError(f"x_fmt, w_fmt: expected fp8_1x128, fp8_128x128, got {x_fmt.name}, {w_fmt.name}")
     if not len(x_q) or w_q.shape[-2] % 8:
         raise NotImplementedError(f"x_q, w_q: expected rows and 8·n features, got {len(x_q)} and {w_q.shape[-2]}")
-
-
-def _packed(x: Tensor) -> Tensor:
-    """With the strides of its shape: of one row torch calls any stride contiguous, the library does not."""
-    packed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return x if x.stride() == packed.stride() else packed.copy_(x)
 
 
 def _places(sizes: Sequence[int], room: Sequence[int]) -> Tensor:
@@ -618,15 +611,15 @@ def _deep_gemm_fp32(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], add_tf: 
     library = deep_gemm()
     aligned = library.utils.layout.get_mn_major_tma_aligned_tensor
     w_sf_fg = w[1].repeat_interleave(128, 0)[: shape[1]]
-    rows, weight = (_packed(x[0]), aligned(x[1])), (_packed(w[0]), aligned(w_sf_fg))
+    rows, weight = (packed(x[0]), aligned(x[1])), (packed(w[0]), aligned(w_sf_fg))
     library.fp8_gemm_nt(rows, weight, y_tf, y_tf, recipe=(1, 1, 128))
     return y_tf
 
 
 def _contiguous_product(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], expert_s: Tensor, y_sf: Tensor) -> Tensor:
     library = deep_gemm()
-    rows = _packed(x[0]), library.utils.layout.get_mn_major_tma_aligned_tensor(x[1])
-    library.m_grouped_fp8_gemm_nt_contiguous(rows, (_packed(w[0]), _packed(w[1])), y_sf, expert_s)
+    rows = packed(x[0]), library.utils.layout.get_mn_major_tma_aligned_tensor(x[1])
+    library.m_grouped_fp8_gemm_nt_contiguous(rows, (packed(w[0]), packed(w[1])), y_sf, expert_s)
     return y_sf
 
 
@@ -634,9 +627,9 @@ def _masked_product(
     x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], count_e: Tensor, expected: int, y_sf: Tensor
 ) -> Tensor:
     library = deep_gemm()
-    x_q, x_sf = (_packed(part).unflatten(0, (len(count_e), -1)) for part in x)
+    x_q, x_sf = (packed(part).unflatten(0, (len(count_e), -1)) for part in x)
     rows = x_q, library.utils.layout.get_mn_major_tma_aligned_tensor(x_sf)
-    weights, counts = (_packed(w[0]), _packed(w[1])), count_e.to(torch.int32)
+    weights, counts = (packed(w[0]), packed(w[1])), count_e.to(torch.int32)
     library.m_grouped_fp8_gemm_nt_masked(rows, weights, y_sf.unflatten(0, (len(count_e), -1)), counts, expected)
     return y_sf
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
 
-from .providers import flash_mla_legacy, flash_mla_schedule
+from .providers import expect_sm90, flash_mla_legacy, flash_mla_schedule
 
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.mla_prefill import PrefillLaunch
@@ -112,8 +112,7 @@ def mla_decode_tilelang(
         raise NotImplementedError(
             f"cache_pod: expected pages of 64 rows side by side, got strides {cache_pod.stride()}"
         )
-    if not q_bthd.is_cuda or torch.cuda.get_device_capability(q_bthd.device)[0] != 9:
-        raise NotImplementedError(f"q_bthd: expected a tensor on SM90, got one on {q_bthd.device}")
+    expect_sm90("q_bthd", q_bthd)
     from deeptwin.kernels.tilelang_ops import mla_sm90 as kernels
 
     return kernels.mla_decode(

@@ -2,7 +2,7 @@
 
 Several distributions install the modules `flash_mla` and `deep_gemm`, with other functions and other record layouts,
 and the two lines of `tile_kernels` share little but the name, so a successful import says nothing. What is missing or
-of another line is refused by name.
+of another line is refused by name, and so is a chip that a kernel is not written for.
 """
 
 from __future__ import annotations
@@ -107,6 +107,16 @@ def tile_kernels() -> Any:
     if chip not in (9, 10):
         raise NotImplementedError(f"tile_kernels: expected a CUDA device of SM90 or SM100, got {chip or 'none'}")
     return module
+
+
+def expect_sm90(name: str, x: Tensor) -> None:
+    """What is written for the matrix unit of one chip asks for it.
+
+    Raises:
+        NotImplementedError: `x` lies elsewhere.
+    """
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] != 9:
+        raise NotImplementedError(f"{name}: expected a tensor on SM90, got one on {x.device}")
 
 
 def packed(x: Tensor) -> Tensor:

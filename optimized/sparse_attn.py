@@ -10,7 +10,7 @@ from torch import Tensor
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
 from deeptwin.reference.config import PageLayout, RecordFormat, ScaleKind, TwoCaches
 
-from .providers import flash_mla_legacy, flash_mla_lists, flash_mla_schedule, flash_mla_steps
+from .providers import expect_sm90, flash_mla_legacy, flash_mla_lists, flash_mla_schedule, flash_mla_steps
 
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.split_softmax import SplitLaunch
@@ -435,7 +435,7 @@ def _launch_specialised(
     if kind != "rows":
         _expect_pages("window_pow", window)
     _expect_pages("main_pow", main_pow)
-    _expect_sm90(q_thd)
+    expect_sm90("q_thd", q_thd)
     from deeptwin.kernels.tilelang_ops import two_cache_sm90 as kernels
 
     return kernels.two_cache_attn(
@@ -455,11 +455,6 @@ def _expect_pages(name: str, pages: Tensor) -> None:
     """Pages that are read sixteen bytes at a time, by their bytes in order."""
     if pages.stride()[1:] != (pages.shape[2], 1) or pages.stride(0) % 16 or pages.data_ptr() % 16:
         raise NotImplementedError(f"{name}: expected pages of records in order, got strides {pages.stride()}")
-
-
-def _expect_sm90(q_thd: Tensor) -> None:
-    if not q_thd.is_cuda or torch.cuda.get_device_capability(q_thd.device)[0] != 9:
-        raise NotImplementedError(f"q_thd: expected a tensor on SM90, got one on {q_thd.device}")
 
 
 def _check_pair(
@@ -529,7 +524,7 @@ def _expect_specialised(q_thd: Tensor, kv_pod: Tensor, name: str, value_dim: int
         )
     if kv_pod.stride()[1:] != (width, 1):
         raise NotImplementedError(f"{name}: expected rows one behind the other, got strides {kv_pod.stride()}")
-    _expect_sm90(q_thd)
+    expect_sm90("q_thd", q_thd)
 
 
 def _kind(fmt: RecordFormat) -> str:

@@ -171,8 +171,7 @@ def _pools(counts: Tensor) -> Tensor:
         if held >= ROW_MIN_ELEMENTS:
             found, held = found + 1, 0
     # what is left over at the end is too little by itself
-    last = found - 1 if found and held < ROW_MIN_ELEMENTS else found
-    return torch.tensor(pool, dtype=torch.int64).clamp_max(max(last, 0))
+    return torch.tensor(pool, dtype=torch.int64).clamp_max(max(found - 1, 0))
 
 
 def _rms(x: Tensor) -> float:
