@@ -100,6 +100,14 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sm90Candidate(Candidate):
+    """A row for SM90 alone, by a package that not every machine has."""
+
+    archs: tuple[str, ...] = ("sm90",)
+    required: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Peer:
     """An independent implementation by others that checks the reference itself.
 

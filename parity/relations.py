@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .card import Inputs, Op, Outputs, Relation
+from .draws import strided
 from .floats import raw_bytes, same_bytes, ulp_distance
 
 CallFn = Callable[..., Outputs]
@@ -220,6 +221,17 @@ def join_rows(op: Op, results: list[Outputs]) -> Outputs:
     return {name: torch.cat([r[name] for r in results], axis) for name, axis in op.out_rows.items()}
 
 
+def other_layouts(inputs: Inputs, context: Context) -> Iterator[Variant]:
+    """The same numbers give the same bytes where rows begin at addresses and strides of another alignment.
+
+    How wide a load is follows the alignment, and the order of a sum must not follow either.
+    """
+    wide = [name for name in context.op.rows if inputs[name] is not None and inputs[name].is_floating_point()]
+    for pad in (1, 16):
+        moved = {name: strided(inputs[name], pad=pad) for name in wide}
+        yield Variant(label=f"rows with {pad} more between them", calls=(inputs | moved,))
+
+
 def run_to_run(inputs: Inputs, context: Context) -> Iterator[Variant]:
     """The same call gives the same bytes: repeated, after a call of another size, on poisoned outputs (R7)."""
     n = num_rows(inputs, context.op)
@@ -248,6 +260,7 @@ def _run_to_run(inputs: Inputs, context: Context) -> Iterator[Variant]:
 VARIANTS: dict[str, Callable[[Inputs, Context], Iterator[Variant]]] = {
     "batch_invariant": _batch_invariant,
     "run_to_run": _run_to_run,
+    "layout_invariant": other_layouts,
     # the card's hook yields the variants of these
     "page_permutation": _hooked,
     "chunk_invariant": _hooked,

@@ -128,6 +128,7 @@ def test_a_hanging_candidate_is_killed_once_and_given_up():
     [
         ("not_deterministic", "run_to_run", "launch 1"),
         ("batch_dependent", "batch_invariant", "row 0 alone"),
+        ("layout_dependent", "layout_invariant", "rows with 1 more between them"),
         ("writes_around_out", "run_to_run", "wrote outside the buffer"),
         ("ignores_out", "run_to_run", "is not what was written to the buffer"),
     ],

@@ -848,6 +848,7 @@ TAIL = Op(
     out_rows={"latent_yc": 0, "key_yc": 0},
     relations=(
         Relation(name="batch_invariant", axis="entries", only=few_entries),
+        Relation(name="layout_invariant", axis="alignment of rows", only=few_entries),
         Relation(name="chunk_invariant", axis="chunks of entries", hook=row_chunks, only=few_entries),
         Relation(name="run_to_run", axis="repeats", only=few_entries),
     ),

@@ -23,7 +23,20 @@ from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..card import (
+    REGIMES,
+    Candidate,
+    Card,
+    Equivalent,
+    Inputs,
+    Op,
+    Output,
+    Outputs,
+    Peer,
+    Relation,
+    Sm90Candidate,
+    variants,
+)
 from ..relations import CallFn, Context, Variant, row_chunks
 from ..rules import V4_LAYER, Bitwise, Close, OneRounding, TopK
 from ..stored_state import CSA2_STORED
@@ -79,6 +92,11 @@ class SideCase:
     @property
     def id(self) -> str:
         return f"{self.form}-t{self.tokens}-{self.regime}"
+
+
+def few_heads(case: HeadCase) -> bool:
+    """Relations make many calls: they run on one cast."""
+    return case.cast == "release" and case.regime == "normal"
 
 
 def cases_heads(full: bool) -> list[HeadCase]:
@@ -447,8 +465,9 @@ HEADS = Op(
     rows={"q_thd": 0, "positions_t": 0},
     out_rows={"y_thd": 0},
     relations=(
-        Relation(name="batch_invariant", axis="tokens", only=lambda c: c.cast == "release" and c.regime == "normal"),
-        Relation(name="run_to_run", axis="repeats", only=lambda c: c.cast == "release" and c.regime == "normal"),
+        Relation(name="batch_invariant", axis="tokens", only=few_heads),
+        Relation(name="layout_invariant", axis="alignment of rows", only=few_heads),
+        Relation(name="run_to_run", axis="repeats", only=few_heads),
     ),
     candidates=(Candidate(name="triton", function="deeptwin.optimized.csa:head_norm_rope_triton"),),
     builds=(
@@ -498,13 +517,11 @@ OUTPUT = Op(
             interpreter_declines=one_regime,
             lowered_declines=many_kernels,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm",
             function="deeptwin.optimized.csa:v4_output_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=not_fused,
-            required=False,
         ),
     ),
     mutants=(

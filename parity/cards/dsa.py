@@ -39,7 +39,20 @@ from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..card import (
+    REGIMES,
+    Candidate,
+    Card,
+    Equivalent,
+    Inputs,
+    Op,
+    Output,
+    Outputs,
+    Peer,
+    Relation,
+    Sm90Candidate,
+    variants,
+)
 from ..fp8_unit import Fp8Unit
 from ..peers.dsa import TINY
 from ..relations import CallFn, Context, Pick, Variant, in_a_crowd, join_rows, pick_rows, row_chunks
@@ -986,6 +999,7 @@ QUERIES = Op(
     out_rows={"q_thd": 0},
     relations=(
         Relation(name="batch_invariant", axis="tokens", only=few_rows),
+        Relation(name="layout_invariant", axis="alignment of rows", only=few_rows),
         Relation(name="chunk_invariant", axis="token chunks", hook=row_chunks, only=few_rows),
         Relation(name="run_to_run", axis="repeats", only=few_rows),
     ),
@@ -1024,6 +1038,7 @@ KEYS_OP = Op(
     out_rows={"k_td": 0},
     relations=(
         Relation(name="batch_invariant", axis="tokens", only=few_rows),
+        Relation(name="layout_invariant", axis="alignment of rows", only=few_rows),
         Relation(name="run_to_run", axis="repeats", only=few_rows),
     ),
     candidates=(
@@ -1124,42 +1139,34 @@ SCORES = Op(
         Candidate(
             name="triton", function="deeptwin.optimized.dsa:dsa_index_scores_triton", lowered_declines=one_lowered
         ),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.dsa:dsa_index_scores_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised_scores,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="tilelang-fp8",
             function="deeptwin.optimized.dsa:dsa_index_scores_tilelang_fp8",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised_scores,
             rules=FP8_SCORES,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm",
             function="deeptwin.optimized.dsa:dsa_index_scores_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=outside_deep_gemm_scores,
             rules=FP8_SCORES,
             unpromised=_NAN_HIDDEN,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm-uncleaned",
             function="deeptwin.optimized.dsa:dsa_index_scores_deep_gemm_uncleaned",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=outside_deep_gemm_scores,
             rules=FP8_SCORES,
             unpromised=UNCLEANED,
-            required=False,
         ),
     ),
     builds=(
@@ -1235,32 +1242,26 @@ PAGED = Op(
             function="deeptwin.optimized.dsa:dsa_index_scores_paged_triton",
             lowered_declines=one_lowered,
         ),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.dsa:dsa_index_scores_paged_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised_scores,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="tilelang-fp8",
             function="deeptwin.optimized.dsa:dsa_index_scores_paged_tilelang_fp8",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised_scores,
             rules=FP8_SCORES,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm",
             function="deeptwin.optimized.dsa:dsa_index_scores_paged_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=outside_deep_gemm_scores,
             rules=FP8_SCORES,
             unpromised=_NAN_HIDDEN,
-            required=False,
         ),
     ),
     builds=(
@@ -1321,30 +1322,24 @@ SPARSE_MLA = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.dsa:sparse_mla_triton", lowered_declines=short_lists),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.dsa:sparse_mla_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="flash-mla",
             function="deeptwin.optimized.dsa:sparse_mla_flash_mla",
-            archs=("sm90",),
             needs=("flash_mla",),
             declines=outside_flash_mla,
             unpromised=dict.fromkeys(("batch_invariant", "chunk_invariant"), "its schedule splits lists by the batch"),
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="flash-mla-unsplit",
             function="deeptwin.optimized.dsa:sparse_mla_flash_mla_unsplit",
-            archs=("sm90",),
             needs=("flash_mla",),
             declines=outside_flash_mla,
-            required=False,
         ),
     ),
     builds=(

@@ -699,6 +699,7 @@ HEAD = Op(
     out_rows={"confidence_b": 0},
     relations=(
         Relation(name="batch_invariant", axis="requests", only=one_head),
+        Relation(name="layout_invariant", axis="alignment of rows", only=one_head),
         Relation(name="run_to_run", axis="repeats", only=one_head),
     ),
     candidates=(

@@ -20,7 +20,20 @@ from .. import draws, texts
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..card import (
+    REGIMES,
+    Candidate,
+    Card,
+    Equivalent,
+    Inputs,
+    Op,
+    Output,
+    Outputs,
+    Peer,
+    Relation,
+    Sm90Candidate,
+    variants,
+)
 from ..relations import Context, Variant, batch_invariant, row_chunks
 from ..rules import Bitwise, Budget, OneRounding
 
@@ -489,12 +502,10 @@ HASH = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.engram:engram_hash_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.engram:engram_hash_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
-            required=False,
         ),
     ),
     builds=(
@@ -938,6 +949,7 @@ GATE = Op(
     out_rows={"gated_tnm": 0},
     relations=(
         Relation(name="batch_invariant", axis="tokens", hook=modest_batches, only=few_gates),
+        Relation(name="layout_invariant", axis="alignment of rows", only=few_gates),
         Relation(name="chunk_invariant", axis="token chunks", hook=row_chunks, only=few_gates),
         Relation(name="head_permutation", axis="streams", hook=streams_exchanged, only=few_gates),
         Relation(name="masked_equals_absent", axis="keys of image tokens", hook=keys_of_images, only=few_gates),
@@ -946,13 +958,11 @@ GATE = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.engram:engram_gate_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.engram:engram_gate_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=outside_tile_kernels,
-            required=False,
         ),
     ),
     builds=(

@@ -844,6 +844,7 @@ FUSED = Op(
         Relation(name="run_to_run", axis="repeats", only=lean),
         Relation(name="changed_slots", axis="bytes of the cache", hook=named_bytes, only=lean),
         Relation(name="batch_invariant", axis="rows alone, in parts, in another order", hook=rows_apart, only=lean),
+        Relation(name="layout_invariant", axis="alignment of rows", only=lean),
         Relation(
             name="layout_round_trip",
             axis="tap → bytes",

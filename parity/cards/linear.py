@@ -25,7 +25,20 @@ from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..card import (
+    REGIMES,
+    Candidate,
+    Card,
+    Equivalent,
+    Inputs,
+    Op,
+    Output,
+    Outputs,
+    Peer,
+    Relation,
+    Sm90Candidate,
+    variants,
+)
 from ..fp8_unit import Fp8Sums, Fp8Unit, fp8_unit_sums
 from ..relations import CallFn, Context, Variant, batch_invariant, pick_rows, row_chunks, take
 from ..rules import Bitwise, Budget
@@ -705,13 +718,11 @@ LINEAR = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.linear:linear_triton"),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm",
             function="deeptwin.optimized.linear:linear_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=beyond_deep_gemm,
-            required=False,
         ),
     ),
     builds=(
@@ -907,41 +918,33 @@ CODES = Op(
             function="deeptwin.optimized.linear:linear_codes_triton",
             interpreter_declines=on_silicon,
         ),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.linear:linear_codes_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised,
             rules=FP8_CODES,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm",
             function="deeptwin.optimized.linear:linear_codes_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=outside_deep_gemm,
             rules=FP8_CODES,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm-fp32",
             function="deeptwin.optimized.linear:linear_codes_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=outside_deep_gemm_fp32,
             rules=FP8_F32,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm-fp32-contract",
             function="deeptwin.optimized.linear:linear_codes_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=outside_deep_gemm_fp32,
             unpromised={"y_tf": "the FP8 unit cuts a sum to 14 bits after every 32 products"},
-            required=False,
         ),
         Candidate(
             name="triton-native",
@@ -1169,32 +1172,26 @@ GROUPED = Op(
             function="deeptwin.optimized.linear:linear_grouped_triton",
             interpreter_declines=grouped_on_silicon,
         ),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.linear:linear_grouped_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=ungrouped_by_tilelang,
             rules=FP8_GROUPED,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm",
             function="deeptwin.optimized.linear:linear_grouped_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=ungrouped_by_deep_gemm,
             rules=FP8_GROUPED,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm-masked",
             function="deeptwin.optimized.linear:linear_grouped_deep_gemm_masked",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=ungrouped_by_deep_gemm,
             rules=FP8_GROUPED,
-            required=False,
         ),
     ),
     builds=(
@@ -1263,23 +1260,19 @@ SLOTS = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.linear:linear_slots_triton"),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm",
             function="deeptwin.optimized.linear:linear_slots_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=slots_outside_deep_gemm,
             unpromised=TILE_WRITTEN,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm-masked",
             function="deeptwin.optimized.linear:linear_slots_deep_gemm_masked",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=slots_outside_masked,
             unpromised=TILE_WRITTEN,
-            required=False,
         ),
     ),
     builds=(

@@ -20,7 +20,20 @@ from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..card import (
+    REGIMES,
+    Candidate,
+    Card,
+    Equivalent,
+    Inputs,
+    Op,
+    Output,
+    Outputs,
+    Peer,
+    Relation,
+    Sm90Candidate,
+    variants,
+)
 from ..relations import CallFn, Context, Variant, row_chunks
 from ..rules import Bitwise, Budget, OfStored, OneRounding
 
@@ -425,13 +438,11 @@ EXPAND = Op(
     relations=_relations(),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_expand_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.mhc:mhc_expand_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=no_token,
-            required=False,
         ),
     ),
     builds=(
@@ -472,13 +483,11 @@ APPLY = Op(
     relations=_relations(),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_apply_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.mhc:mhc_apply_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=outside_tile_kernels,
-            required=False,
         ),
     ),
     builds=(
@@ -542,13 +551,11 @@ SINKHORN = Op(
     relations=_relations(few_matrices),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_sinkhorn_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.mhc:mhc_sinkhorn_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=no_token,
-            required=False,
         ),
     ),
     builds=(
@@ -638,22 +645,18 @@ MIXES = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_mixes_triton", interpreter_declines=on_silicon),
-        Candidate(
+        Sm90Candidate(
             name="deep-gemm",
             function="deeptwin.optimized.mhc:mhc_mixes_deep_gemm",
-            archs=("sm90",),
             needs=("deep_gemm",),
             declines=outside_tf32_unit,
             rules=TF32_RULES,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.mhc:mhc_mixes_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=no_token,
-            required=False,
         ),
     ),
     builds=(
@@ -743,13 +746,11 @@ POST = Op(
     relations=_relations(),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_post_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.mhc:mhc_post_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=outside_tile_kernels,
-            required=False,
         ),
     ),
     builds=(
@@ -836,13 +837,11 @@ BOUNDARY = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_boundary_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.mhc:mhc_boundary_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=outside_big_fuse,
-            required=False,
         ),
     ),
     builds=(
@@ -879,13 +878,11 @@ HEAD = Op(
     relations=_relations(lambda case: narrow(replace(case, config="v41"))),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mhc:mhc_head_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.mhc:mhc_head_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=outside_tile_kernels,
-            required=False,
         ),
     ),
     builds=(

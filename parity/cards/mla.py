@@ -20,7 +20,20 @@ from .. import draws, texts
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..card import (
+    REGIMES,
+    Candidate,
+    Card,
+    Equivalent,
+    Inputs,
+    Op,
+    Output,
+    Outputs,
+    Peer,
+    Relation,
+    Sm90Candidate,
+    variants,
+)
 from ..pairing import every_pair
 from ..peers.mla import TINY
 from ..relations import CallFn, Context, Pick, Variant, in_a_crowd, join_rows, pick_rows, take
@@ -871,30 +884,24 @@ DECODE = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.mla:mla_decode_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.mla:mla_decode_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="flash-mla",
             function="deeptwin.optimized.mla:mla_decode_flash_mla",
-            archs=("sm90",),
             needs=("flash_mla",),
             declines=outside_flash_mla,
             unpromised=dict.fromkeys(("batch_invariant", "chunk_invariant"), "its schedule splits keys by the batch"),
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="flash-mla-unsplit",
             function="deeptwin.optimized.mla:mla_decode_flash_mla_unsplit",
-            archs=("sm90",),
             needs=("flash_mla",),
             declines=outside_flash_mla,
-            required=False,
         ),
     ),
     builds=(

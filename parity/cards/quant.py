@@ -18,7 +18,21 @@ from .. import draws
 from ..builds.ascend_presets import VECTOR, WIDENS_E4M3
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Mutant, Op, Output, Outputs, Peer, Relation, variants
+from ..card import (
+    REGIMES,
+    Candidate,
+    Card,
+    Equivalent,
+    Inputs,
+    Mutant,
+    Op,
+    Output,
+    Outputs,
+    Peer,
+    Relation,
+    Sm90Candidate,
+    variants,
+)
 from ..floats import ordered
 from ..pairing import every_pair
 from ..relations import CallFn, Context, Variant, batch_invariant, pick_rows, row_chunks, take
@@ -472,14 +486,12 @@ def _tile_kernels_row(code: CodeKind, scale: ScaleKind) -> Candidate:
     """The vendor's cast; where it multiplies by a rounded inverse its codes have a rule of their own."""
     order = ordered if code is CodeKind.E4M3 else _nibbles
     by_inverse: dict[str, Rule] = {"codes": Codes(u=INVERSE_U, allowed=codes_by_inverse, order=order)}
-    return Candidate(
+    return Sm90Candidate(
         name="tile-kernels",
         function="deeptwin.optimized.quant:quantize_tile_kernels",
-        archs=("sm90",),
         needs=("tile_kernels",),
         declines=outside_tile_kernels,
         rules={} if scale is ScaleKind.UE8M0 else by_inverse,
-        required=False,
     )
 
 
@@ -657,13 +669,11 @@ DEQUANTIZE = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.quant:dequantize_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.quant:dequantize_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=outside_cast_back,
-            required=False,
         ),
     ),
     builds=(

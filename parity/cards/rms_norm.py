@@ -17,7 +17,20 @@ from .. import draws
 from ..builds.ascend_presets import VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..card import (
+    REGIMES,
+    Candidate,
+    Card,
+    Equivalent,
+    Inputs,
+    Op,
+    Output,
+    Outputs,
+    Peer,
+    Relation,
+    Sm90Candidate,
+    variants,
+)
 from ..floats import ordered, ulp_distance
 from ..pairing import every_pair
 from ..relations import CallFn, Context, Variant, row_chunks
@@ -280,7 +293,11 @@ def _relations(batch: Callable[..., Iterator[Variant]] | None) -> tuple[Relation
         if batch is None
         else (Relation(name="batch_invariant", axis="rows and row chunks", hook=batch, only=few_calls),)
     )
-    return (*rows, Relation(name="run_to_run", axis="repeats", only=few_calls))
+    return (
+        *rows,
+        Relation(name="layout_invariant", axis="alignment of rows", only=few_calls),
+        Relation(name="run_to_run", axis="repeats", only=few_calls),
+    )
 
 
 NORM = Op(
@@ -299,13 +316,11 @@ NORM = Op(
         Candidate(
             name="triton", function="deeptwin.optimized.rms_norm:rms_norm_triton", lowered_declines=serial_fp32_sum
         ),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.rms_norm:rms_norm_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=outside_tile_kernels,
-            required=False,
         ),
     ),
     builds=(
@@ -385,13 +400,11 @@ NORM = Op(
 
 
 # the library casts in groups of 32 with UE8M0 scales only
-TILE_KERNELS_QUANT = Candidate(
+TILE_KERNELS_QUANT = Sm90Candidate(
     name="tile-kernels",
     function="deeptwin.optimized.rms_norm:rms_norm_quant_tile_kernels",
-    archs=("sm90",),
     needs=("tile_kernels",),
     declines=outside_tile_kernels,
-    required=False,
 )
 
 

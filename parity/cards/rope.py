@@ -16,7 +16,7 @@ from .. import draws
 from ..builds.ascend_presets import FP64, VECTOR
 from ..builds.presets import FP64_ANGLES, NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, Sm90Candidate, variants
 from ..pairing import every_pair
 from ..relations import row_chunks
 from ..rules import Bitwise, Budget, Close, OneRounding
@@ -247,13 +247,11 @@ ROPE = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.rope:rope_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.rope:rope_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=outside_tile_kernels,
-            required=False,
         ),
     ),
     builds=(

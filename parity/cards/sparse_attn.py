@@ -17,7 +17,7 @@ from .. import draws
 from ..builds.ascend_presets import MATRIX, VECTOR
 from ..builds.presets import FEW_HEADS, FULL_REGISTERS, NO_PRODUCT, PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, Sm90Candidate, variants
 from ..pairing import every_pair
 from ..relations import Context, Variant, in_a_crowd, row_chunks
 from ..rules import ATTENTION, LSE, TWO_CACHES, Close
@@ -606,21 +606,17 @@ PREFILL = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.sparse_attn:sparse_attn_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.sparse_attn:sparse_attn_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="flash-mla",
             function="deeptwin.optimized.sparse_attn:sparse_attn_flash_mla",
-            archs=("sm90",),
             needs=("flash_mla",),
             declines=outside_flash_mla,
-            required=False,
         ),
     ),
     builds=(
@@ -749,13 +745,11 @@ DECODE = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.sparse_attn:sparse_attn_decode_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.sparse_attn:sparse_attn_decode_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised,
-            required=False,
         ),
     ),
     builds=(
@@ -844,13 +838,11 @@ TWO_PREFILL = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.sparse_attn:two_cache_attn_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.sparse_attn:two_cache_attn_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised_pair,
-            required=False,
         ),
     ),
     builds=(
@@ -898,30 +890,24 @@ TWO_DECODE = Op(
     ),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tilelang",
             function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_tilelang",
-            archs=("sm90",),
             needs=("tilelang",),
             declines=outside_specialised_pair,
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="flash-mla",
             function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_flash_mla",
-            archs=("sm90",),
             needs=("flash_mla",),
             declines=outside_flash_mla_pair,
             unpromised={"batch_invariant": "its schedule splits lists by the batch"},
-            required=False,
         ),
-        Candidate(
+        Sm90Candidate(
             name="flash-mla-unsplit",
             function="deeptwin.optimized.sparse_attn:two_cache_attn_decode_flash_mla_unsplit",
-            archs=("sm90",),
             needs=("flash_mla",),
             declines=outside_flash_mla_pair,
-            required=False,
         ),
     ),
     builds=(

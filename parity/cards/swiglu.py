@@ -17,7 +17,20 @@ from .. import draws
 from ..builds.ascend_presets import VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Outputs, Peer, Relation, variants
+from ..card import (
+    REGIMES,
+    Candidate,
+    Card,
+    Equivalent,
+    Inputs,
+    Op,
+    Output,
+    Outputs,
+    Peer,
+    Relation,
+    Sm90Candidate,
+    variants,
+)
 from ..floats import ordered
 from ..relations import CallFn, Context, Variant, batch_invariant, row_chunks
 from ..rules import Budget, Codes, OneRounding
@@ -273,13 +286,11 @@ SWIGLU = Op(
     relations=RELATIONS,
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.swiglu:swiglu_triton"),
-        Candidate(
+        Sm90Candidate(
             name="tile-kernels",
             function="deeptwin.optimized.swiglu:swiglu_tile_kernels",
-            archs=("sm90",),
             needs=("tile_kernels",),
             declines=outside_tile_kernels,
-            required=False,
         ),
     ),
     builds=(
@@ -371,14 +382,12 @@ def _quant_op(name: str, found: Any, sf: torch.dtype, golden_cases: Any, build: 
         ),
         candidates=(
             Candidate(name="triton", function="deeptwin.optimized.swiglu:swiglu_quant_triton"),
-            Candidate(
+            Sm90Candidate(
                 name="tile-kernels",
                 function="deeptwin.optimized.swiglu:swiglu_quant_tile_kernels",
-                archs=("sm90",),
                 needs=("tile_kernels",),
                 declines=outside_tile_kernels,
                 unpromised={} if mine else {"layout_round_trip": "codes are products with 448 / amax, not quotients"},
-                required=False,
             ),
         ),
         builds=(build,),

@@ -111,6 +111,13 @@ def batch_dependent(x_tm, weight_m, *, eps, cast, dtype=torch.bfloat16):
     return y
 
 
+def layout_dependent(x_tm, weight_m, *, eps, cast, dtype=torch.bfloat16):
+    y = right(x_tm, weight_m, eps=eps, cast=cast, dtype=dtype)
+    if x_tm.stride(0) % 2 and y.numel():
+        y[0, :1].view(torch.uint8)[0] ^= 1
+    return y
+
+
 def prints(x_tm, weight_m, *, eps, cast, dtype=torch.bfloat16):
     os.write(1, b"\x80\x04 noise on stdout\n" * 1000)
     sys.stdout.write("more noise\n")
