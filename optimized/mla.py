@@ -95,7 +95,9 @@ def mla_decode_tilelang(
     value_dim: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
-    """`mla_decode` on SM90 with specialised warps, in splits of 2048 keys; queries that lie apart are copied first.
+    """`mla_decode` on SM90 with specialised warps, in splits of 4096 keys; queries that lie apart are copied first.
+
+    Few and many tokens go through different kernels, which give a row the same bits: batch-invariant, runs repeat.
 
     Raises:
         ValueError: shapes disagree, `value_dim` is not in 1..d, or `scale` is not positive.

@@ -157,6 +157,32 @@ def test_instructions_of_the_chip_are_counted_by_kind() -> None:
     assert (metrics["copies"], metrics["syncs"], metrics["ub_bytes"], metrics["l1_bytes"]) == (1, 1, 7, 0)
 
 
+def test_a_named_barrier_belongs_to_one_role() -> None:
+    source = """
+  if (((int)threadIdx.x) < 128) {
+    tl::__sync_thread_partial(3, 128);
+tl::cp_async_gs<16>(written, at_the_margin);
+    for (int i = 0; i < n; ++i) {
+      tl::__sync_thread_partial(3, 128);
+    }
+  } else {
+    if (((int)threadIdx.x) < 256) {
+      tl::__sync_thread_partial(4, 128);
+    } else {
+      if (whole) {
+        tl::__sync_thread_partial(5, 128);
+      } else {
+        tl::__sync_thread_partial(THIRD, 128);
+      }
+    }
+  }
+"""
+    assert tilelang_cuda.barrier_faults(source.replace("THIRD", "5")) == []
+    for taken in ("3", "4"):
+        fault = f"named barrier {taken} is shared by 2 roles"
+        assert tilelang_cuda.barrier_faults(source.replace("THIRD", taken)) == [fault]
+
+
 # verdicts
 
 

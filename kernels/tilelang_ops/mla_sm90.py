@@ -1,8 +1,9 @@
-"""Dense latent decode on SM90 over a paged cache, by the roles of `roles_sm90.py`.
+"""Dense latent decode on SM90 over a paged cache, by the roles of `seesaw_sm90.py`.
 
-Keys are cut into splits of 2048, whatever the batch. A program owns one query token, one tile of heads and one split,
+Keys are cut into splits of 4096, whatever the batch. A program owns one query token, one tile of heads and one split,
 and leaves sums in fp32 that a second kernel merges; or, where tokens alone fill the chip, it walks all splits of its
-row and merges them itself, in the same order and by the same instructions. So a row has the same bits either way.
+row and merges them itself, in the same order and by the same instructions; or, where there are few of both, the
+programs of `mla_few_sm90.py` take its place. A row has the same bits in any of these forms.
 """
 
 # mypy: disable-error-code="valid-type"
@@ -14,6 +15,8 @@ import tilelang
 import torch
 from tilelang import language as T
 
+from .mla_few_sm90 import sum_slices
+from .pages_sm90 import SPLIT, bring_keys
 from .roles_sm90 import (
     GROUP,
     HALF,
@@ -26,17 +29,12 @@ from .roles_sm90 import (
     THREADS,
     VALUES,
     Roles,
-    first_group,
-    name_keys,
-    read_queries,
-    read_rows,
     scale_sums,
-    second_group,
-    shared_memory,
 )
+from .seesaw_sm90 import EXP2, first_group, read_queries, second_group, shared_memory
 
-SPLIT = 2048  # keys; an even number of pairs of blocks, so that the phases of barriers go on from split to split
-ENOUGH = 96  # programs that fill the chip without splits
+ENOUGH = 96  # programs that fill the chip
+FEW = 40  # programs of splits: 0.12 ms for up to 132 (H200), where slices of 32 take 0.09 and of 48 0.15
 
 
 @T.macro
@@ -62,13 +60,13 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
     Raises:
         NotImplementedError: heads are no multiple of the tile, or not 512 values with at most 64 channels behind them.
     """
-    roles = roles or Roles()
+    roles = roles or Roles(multiply=216, bring=72)
     if num_heads % HEADS:
         raise NotImplementedError(f"num_heads: expected a multiple of {HEADS}, got {num_heads}")
     if width not in (512, 576):
         raise NotImplementedError(f"width: expected 512 or 576, got {width}")
     tail, tiles = width - VALUES, num_heads // HEADS
-    step, lanes = roles.step, roles.lanes
+    lanes, passes = roles.lanes, KEYS // roles.step
     tokens, requests, columns, pages = T.dynamic("tokens, requests, columns, pages")
     page_stride, table_stride, parts = T.dynamic("page_stride, table_stride, parts")
 
@@ -95,13 +93,14 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
         table_bp: T.StridedTensor((requests, columns), (table_stride, 1), T.int32),
         length_b: T.Tensor((requests,), T.int32),
         part_ithu: T.Tensor((parts, tokens, num_heads, VALUES), T.float32),
-        state_2ith: T.Tensor((2, parts, tokens, num_heads), T.float32),
+        state_3ith: T.Tensor((3, parts, tokens, num_heads), T.float32),
         out_thu: T.Tensor((tokens, num_heads, VALUES), T.bfloat16),
         lse_th: T.Tensor((tokens, num_heads), T.float32),
         scale_log2: T.float32,
         queries: T.int32,
     ):
         with T.Kernel(tokens * tiles, 1 if chained else parts, threads=THREADS) as (program, part):
+            T.import_source(EXP2)
             shared = shared_memory(tail)
             left = T.alloc_fragment((HEADS, HALF), T.float32)
             right = T.alloc_fragment((HEADS, HALF), T.float32)
@@ -117,14 +116,16 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
             block_top_right = T.alloc_fragment((HEADS,), T.float32)
             block_total = T.alloc_fragment((HEADS,), T.float32)
             block_total_right = T.alloc_fragment((HEADS,), T.float32)
-            own = T.alloc_fragment((HEADS,), T.float32)
+            weight = T.alloc_fragment((HEADS, KEYS), T.bfloat16)
+            weight_right = T.alloc_fragment((HEADS, KEYS), T.bfloat16)
             run_top = T.alloc_fragment((HEADS,), T.float32)
             run_top_right = T.alloc_fragment((HEADS,), T.float32)
             run_total = T.alloc_fragment((HEADS,), T.float32)
             run_total_right = T.alloc_fragment((HEADS,), T.float32)
-            row = T.alloc_local((KEYS // step,), T.int32)
-            page = T.alloc_local((KEYS // step,), T.int32)
-            slot = T.alloc_local((KEYS // step,), T.int32)
+            row = T.alloc_local((passes,), T.int32)
+            page = T.alloc_local((passes,), T.int32)
+            used = T.alloc_local((1,), T.int32)
+            slot = T.alloc_local((passes,), T.int32)
 
             # 1. which token, heads and splits this program owns; the queries are the last positions of a request
             token = program // tiles
@@ -145,7 +146,21 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                 for split in T.serial(last_split - first_split):
                     blocks = T.ceildiv(T.min(end - (first_split + split) * SPLIT, SPLIT), KEYS)
                     first_group(
-                        shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail, False
+                        shared,
+                        blocks,
+                        scale_log2,
+                        left,
+                        score,
+                        weight,
+                        top,
+                        total,
+                        shrink,
+                        block_top,
+                        block_total,
+                        split,
+                        tail,
+                        True,
+                        True,
                     )
                     if chained:
                         merge_split(
@@ -166,15 +181,16 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                     else:
                         leave(part_ithu, part, token, head0, 0, left)
                         for h in T.Parallel(HEADS):
-                            state_2ith[0, part, token, head0 + h] = top[h]
-                            state_2ith[1, part, token, head0 + h] = total[h]
+                            state_3ith[0, part, token, head0 + h] = top[h]
+                            state_3ith[1, part, token, head0 + h] = total[h]
+                            state_3ith[2, part, token, head0 + h] = 0.0
                 if chained:
                     for h in T.Parallel(HEADS):
                         lse_th[token, head0 + h] = (run_top[h] + T.log2(run_total[h])) * LN_2
                     invert(run_total, shrink)
                     scale_sums(left, shrink)
-                    T.copy(left, shared.q_left)
-                    T.copy(shared.q_left, out_thu[token, head0 : head0 + HEADS, 0:HALF])
+                    T.copy(left, shared.q[0, :, :])
+                    T.copy(shared.q[0, :, :], out_thu[token, head0 : head0 + HEADS, 0:HALF])
             elif thread < 2 * GROUP:
                 # 3. odd blocks, the right half
                 T.set_max_nreg(roles.multiply, 1)
@@ -189,14 +205,16 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                         scale_log2,
                         right,
                         score_right,
+                        weight_right,
                         top_right,
                         total_right,
                         shrink_right,
                         block_top_right,
                         block_total_right,
-                        own,
+                        split,
                         tail,
-                        False,
+                        True,
+                        True,
                     )
                     if chained:
                         merge_split(
@@ -219,44 +237,33 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                 if chained:
                     invert(run_total_right, shrink_right)
                     scale_sums(right, shrink_right)
-                    T.copy(right, shared.q_right)
-                    T.copy(shared.q_right, out_thu[token, head0 : head0 + HEADS, HALF:VALUES])
+                    T.copy(right, shared.q[1, :, :])
+                    T.copy(shared.q[1, :, :], out_thu[token, head0 : head0 + HEADS, HALF:VALUES])
             else:
                 # 4. the queries, then the keys of block after block
                 T.set_max_nreg(roles.bring, 0)
                 lane = (thread - 2 * GROUP) % lanes
                 first = (thread - 2 * GROUP) // lanes
                 read_queries(q_thd, token, head0, shared, first, lane, tail, lanes)
-                for block in T.serial(T.ceildiv(T.min(end, last_split * SPLIT) - first_split * SPLIT, KEYS)):
-                    now = block % 2
-                    at = first_split * SPLIT + block * KEYS
-                    named = table_bp[request, at // KEYS]
-                    used = T.if_then_else(named < pages, named, -1)
-                    for g in T.unroll(KEYS // step):
-                        row[g] = T.if_then_else(at + g * step + first < end, used, -1)
-                        page[g] = T.max(used, 0)
-                        slot[g] = g * step + first
-                    T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
-                    name_keys(shared, now, row, first, lane, lanes)
-                    if used >= 0 and at + KEYS <= end:
-                        T.tma_copy(
-                            cache_pod[used, :, 0:HALF], shared.key_left[now, :, :], barrier=shared.left_ready[now]
-                        )
-                        T.barrier_arrive(shared.left_ready[now])
-                        T.tma_copy(
-                            cache_pod[used, :, HALF:VALUES],
-                            shared.key_right[now, :, :],
-                            barrier=shared.right_ready[now],
-                        )
-                        if tail:
-                            T.tma_copy(
-                                cache_pod[used, :, VALUES:width],
-                                shared.key_tail[now, :, :],
-                                barrier=shared.right_ready[now],
-                            )
-                        T.barrier_arrive(shared.right_ready[now])
-                    else:
-                        read_rows(cache_pod, shared, now, row, page, slot, first, lane, tail, False, lanes)
+                start = first_split * SPLIT
+                bring_keys(
+                    cache_pod,
+                    table_bp,
+                    shared,
+                    request,
+                    start,
+                    T.min(end, last_split * SPLIT) - start,
+                    pages,
+                    used,
+                    row,
+                    page,
+                    slot,
+                    first,
+                    lane,
+                    tail,
+                    lanes,
+                    True,
+                )
 
     return mla_decode
 
@@ -268,7 +275,7 @@ def combine_program(num_heads: int):
     @T.prim_func
     def combine(
         part_ithu: T.Tensor((parts, tokens, num_heads, VALUES), T.float32),
-        state_2ith: T.Tensor((2, parts, tokens, num_heads), T.float32),
+        state_3ith: T.Tensor((3, parts, tokens, num_heads), T.float32),
         length_b: T.Tensor((requests,), T.int32),
         out_thu: T.Tensor((tokens, num_heads, VALUES), T.bfloat16),
         lse_th: T.Tensor((tokens, num_heads), T.float32),
@@ -283,12 +290,13 @@ def combine_program(num_heads: int):
             run[1] = 0.0
             T.fill(sums, 0.0)
             for split in T.serial(T.max(T.ceildiv(end, SPLIT), 1)):
-                top = state_2ith[0, split, token, head]
+                top = state_3ith[0, split, token, head]
+                total = state_3ith[1, split, token, head] + state_3ith[2, split, token, head]
                 new_top = T.max(run[0], top)
                 factor[0] = T.exp2(run[0] - new_top)
                 factor[1] = T.exp2(top - new_top)
                 run[0] = new_top
-                run[1] = T.ieee_fmaf(state_2ith[1, split, token, head], factor[1], T.ieee_mul(run[1], factor[0]))
+                run[1] = T.ieee_fmaf(total, factor[1], T.ieee_mul(run[1], factor[0]))
                 for u in T.Parallel(VALUES):
                     value = part_ithu[split, token, head, u]
                     sums[u] = T.if_then_else(
@@ -314,6 +322,13 @@ def _combine(num_heads: int) -> Any:
     return tilelang.compile(combine_program(num_heads), target={"kind": "cuda", "arch": "sm_90a"})
 
 
+def _form(rows: int, parts: int) -> str:
+    """Which programs fill the chip; it changes no bit."""
+    if rows * parts <= FEW:
+        return "slices"
+    return "rows" if rows >= ENOUGH or parts == 1 else "splits"
+
+
 def mla_decode(
     q_bthd: torch.Tensor,
     cache_pod: torch.Tensor,
@@ -321,9 +336,12 @@ def mla_decode(
     lengths_b: torch.Tensor,
     *,
     scale: float,
-    chained: bool | None = None,
+    form: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Build once for the heads and widths, and launch; rows of a page follow one another."""
+    """Build once for the heads and widths, and launch; rows of a page follow one another.
+
+    `form`: a program walks whole "rows", or "splits", or sums "slices" of channels; left out, as fills the chip.
+    """
     requests, queries, num_heads, width = q_bthd.shape
     tokens = requests * queries
     q_thd = q_bthd.reshape(tokens, num_heads, width)
@@ -335,25 +353,18 @@ def mla_decode(
     if block_table_bp.shape[1] == 0:  # a program takes no empty argument; no request is so short that this shows
         block_table_bp = block_table_bp.new_full((requests, 1), -1)
     # from the width of the table, known on the host; splits beyond a request's length are never looked at
-    parts = max(1, -(-block_table_bp.shape[1] * cache_pod.shape[1] // SPLIT))
-    if chained is None:
-        chained = parts == 1 or tokens * num_heads // HEADS >= ENOUGH
-    kept = 1 if chained else parts
+    parts = -(-block_table_bp.shape[1] * KEYS // SPLIT)
+    if form is None:
+        form = _form(tokens * num_heads // HEADS, parts)
+    kept = 1 if form == "rows" else parts
     part_ithu = torch.empty(kept, tokens, num_heads, VALUES, dtype=torch.float32, device=q_bthd.device)
-    state_2ith = torch.empty(2, kept, tokens, num_heads, dtype=torch.float32, device=q_bthd.device)
-    kernel = _compiled(num_heads, width, chained)
-    kernel(
-        q_thd,
-        cache_pod,
-        block_table_bp,
-        lengths_b,
-        part_ithu,
-        state_2ith,
-        out_thu,
-        lse_th,
-        scale * LOG2_E,
-        queries,
-    )
-    if not chained:
-        _combine(num_heads)(part_ithu, state_2ith, lengths_b, out_thu, lse_th, queries)
+    state_3ith = torch.empty(3, kept, tokens, num_heads, dtype=torch.float32, device=q_bthd.device)
+    pages = (cache_pod, block_table_bp, lengths_b)
+    if form == "slices":
+        sum_slices(q_thd, *pages, part_ithu, state_3ith, scale_log2=scale * LOG2_E, queries=queries)
+    else:
+        kernel = _compiled(num_heads, width, form == "rows")
+        kernel(q_thd, *pages, part_ithu, state_3ith, out_thu, lse_th, scale * LOG2_E, queries)
+    if form != "rows":
+        _combine(num_heads)(part_ithu, state_3ith, lengths_b, out_thu, lse_th, queries)
     return out_thu.view(*shape, VALUES), lse_th.view(shape)

@@ -106,25 +106,11 @@ def read_queries(q_thd, token, head0, shared, row, lane, tail, lanes):
 
 
 @T.macro
-def tell_copied(ready, i, loose):
-    """Arrive at a barrier with the copies that this thread has started.
-
-    `loose`: they arrive by themselves, and whoever multiplies what was copied has to fence.
-    """
-    if loose:
-        T.cp_async_barrier_noinc(ready[i])
-    else:
-        T.ptx_commit_group()
-        T.ptx_wait_group(0)
-        T.fence_proxy_async()
-        T.barrier_arrive(ready[i])
-
-
-@T.macro
-def read_half(kv_pod, shared, half, now, row, page, slot, place, first, lane, loose, lanes):
+def read_half(kv_pod, shared, half, now, row, page, slot, place, first, lane, lanes):
     """Bring half a block of rows, each thread a part of as many as `lanes` threads share one, `row` from `place` on.
 
-    The row -1 becomes zeros.
+    The row -1 becomes zeros. The copies arrive by themselves, and whoever multiplies them has to fence: a wait for
+    them here would share its barrier with another group.
     """
     for g in T.unroll(KEYS // (GROUP // lanes)):
         j, i = g * (GROUP // lanes) + first, place + g
@@ -136,11 +122,11 @@ def read_half(kv_pod, shared, half, now, row, page, slot, place, first, lane, lo
                 8,
                 row[i] >= 0,
             )
-    tell_copied(shared.ready, half_of(half, now), loose)
+    T.cp_async_barrier_noinc(shared.ready[half_of(half, now)])
 
 
 @T.macro
-def read_tail(kv_pod, shared, now, row, page, slot, place, first, lane, tail, loose, lanes):
+def read_tail(kv_pod, shared, now, row, page, slot, place, first, lane, tail, lanes):
     """Bring the channels behind the values of a block of rows, as `read_half`."""
     for g in T.unroll(KEYS // (GROUP // lanes)):
         j, i = g * (GROUP // lanes) + first, place + g
@@ -152,7 +138,7 @@ def read_tail(kv_pod, shared, now, row, page, slot, place, first, lane, tail, lo
                 8,
                 row[i] >= 0,
             )
-    tell_copied(shared.tail_ready, now, loose)
+    T.cp_async_barrier_noinc(shared.tail_ready[now])
 
 
 @T.macro

@@ -184,7 +184,6 @@ def attend_program(
                                     now * passes,
                                     first,
                                     lane,
-                                    True,
                                     lanes,
                                 )
                                 if tail and turn == 1:
@@ -199,7 +198,6 @@ def attend_program(
                                         first,
                                         lane,
                                         tail,
-                                        True,
                                         lanes,
                                     )
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections import defaultdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,8 @@ from .tilelang_outcome import Measured, Row, judge, tile_faults
 
 ASSEMBLE_LIMIT_S = 110.0
 NVCC_OPTIONS = ("-cubin", "-O3", "-std=c++20", "-DENABLE_BF16", "-DENABLE_FP8")
+_ROLE = re.compile(r"if \(\(\(int\)threadIdx\.x\) < (?:128|256|384)\)")
+_NAMED_BARRIER = re.compile(r"__sync_thread_partial\((\d+),")
 _TELLING = (r"ptxas (?:fatal|error).*", r"\berror\s*:.*", r"static assertion failed.*")
 
 
@@ -68,7 +71,8 @@ def _measure(case: BuildCase, expect: Expect, arch: str) -> Measured:
         metrics = measure(lowered, assemble(lowered.source, arch))
     except machine_code.Unreadable as error:
         raise Refused(str(error)) from error
-    return metrics, [*tile_faults(lowered.products, npu=False), *machine_code.faults(metrics, expect)]
+    found = [*tile_faults(lowered.products, npu=False), *machine_code.faults(metrics, expect)]
+    return metrics, [*found, *barrier_faults(lowered.source)]
 
 
 def assemble(source: str, arch: str) -> bytes:
@@ -114,6 +118,25 @@ def measure(lowered: Lowered, cubin: bytes) -> dict[str, float]:
         **measured,
         "block_scale": lowered.source.count("tcgen05mma_blockscaled"),
     }
+
+
+def barrier_faults(source: str) -> list[str]:
+    """Named barriers that two roles of a program share, where threads of one release, or wait for, the other's.
+
+    TileLang numbers the barriers of each role, but those behind a wait for copies (`T.ptx_wait_group`) anew.
+    """
+    roles: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    branches: list[tuple[int, int]] = []  # indent and line of the open branches over groups of threads
+    for number, line in enumerate(source.splitlines()):
+        indent = len(line) - len(line.lstrip())
+        other = line.lstrip().startswith("} else") and any(at == indent for at, _ in branches)
+        if line.lstrip().startswith("}"):
+            branches = [(at, begin) for at, begin in branches if at < indent]
+        if other or _ROLE.search(line):
+            branches.append((indent, number))
+        if found := _NAMED_BARRIER.search(line):
+            roles[found[1]].add(tuple(begin for _, begin in branches))
+    return [f"named barrier {name} is shared by {len(users)} roles" for name, users in roles.items() if len(users) > 1]
 
 
 def _cause(log: str) -> str:

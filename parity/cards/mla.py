@@ -36,7 +36,18 @@ from ..card import (
 )
 from ..pairing import every_pair
 from ..peers.mla import TINY
-from ..relations import CallFn, Context, Pick, Variant, in_a_crowd, join_rows, pick_rows, take
+from ..relations import (
+    CHEAP_ROW_BYTES,
+    CallFn,
+    Context,
+    Pick,
+    Variant,
+    in_a_crowd,
+    join_rows,
+    pick_rows,
+    row_bytes,
+    take,
+)
 from ..rules import ATTENTION, LSE, MLA_BLOCK, Bitwise, Close
 
 # configurations of whole blocks
@@ -354,7 +365,9 @@ def cases_decode(full: bool) -> list[DecodeCase]:
             DecodeCase(requests=3, tokens=2, heads=128, dim=576, value_dim=512, longest=2100, page=64, regime=r)
             for r in REGIMES
         ]
-        found += [DecodeCase(requests=2, tokens=2, heads=64, dim=576, value_dim=512, longest=200, page=64)]
+        found += [
+            DecodeCase(requests=2, tokens=2, heads=64, dim=576, value_dim=512, longest=n, page=64) for n in (200, 4200)
+        ]
     return list({case.id: case for case in found}.values())
 
 
@@ -504,10 +517,15 @@ def _gathered(inputs: Inputs) -> list[Tensor]:
 
 
 def table_width(inputs: Inputs, context: Context) -> Iterator[Variant]:
-    """Table columns beyond the lengths, enough for another split of the keys, or cut away with the other requests."""
+    """Table columns beyond the lengths, enough for another split of the keys, or cut away with the other requests.
+
+    For `--full` and rows of production width also enough for splits that fill a chip, which another kernel may take.
+    """
     table, page = inputs["block_table_bp"], inputs["cache_pod"].shape[1]
-    junk = torch.full((len(table), 2048 // page + 1), -1, dtype=torch.int32)
-    yield Variant(label="wider table", calls=(inputs | {"block_table_bp": torch.cat([table, junk], 1)},))
+    crowded = context.full and row_bytes(inputs, context.op) > CHEAP_ROW_BYTES
+    for keys in (4096, 65536) if crowded else (4096,):
+        junk = torch.full((len(table), keys // page + 1), -1, dtype=torch.int32)
+        yield Variant(label=f"{keys} more", calls=(inputs | {"block_table_bp": torch.cat([table, junk], 1)},))
     for row in range(min(2, len(table))):
         alone = take(inputs, context.op, [row])
         used = -(-int(alone["lengths_b"]) // page)
@@ -930,6 +948,27 @@ DECODE = Op(
             kernel="deeptwin.kernels.tilelang_ops.mla_sm90:combine_program",
             launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_combine",
             expect={"sm90": NO_PRODUCT["sm90"]},
+        ),
+        BuildCase(
+            name="tilelang-few-scores",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.mla_few_sm90:score_program",
+            launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_scores",
+            expect={"sm90": Expect(mma="wgmma")},
+        ),
+        BuildCase(
+            name="tilelang-few-weights",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.mla_few_sm90:weight_program",
+            launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_weights",
+            expect={"sm90": NO_PRODUCT["sm90"]},
+        ),
+        BuildCase(
+            name="tilelang-few-values",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.mla_few_sm90:value_program",
+            launch="deeptwin.parity.builds.launches.mla_tilelang:sm90_h128_values",
+            expect={"sm90": Expect(mma="wgmma")},
         ),
         BuildCase(
             name="h128-one-split",

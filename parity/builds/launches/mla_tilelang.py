@@ -17,3 +17,24 @@ def sm90_h128_combine() -> Any:
     from deeptwin.kernels.tilelang_ops.mla_sm90 import combine_program
 
     return combine_program(128)
+
+
+def sm90_h128_scores() -> Any:
+    """Few tokens: the scores."""
+    from deeptwin.kernels.tilelang_ops.mla_few_sm90 import score_program
+
+    return score_program(128, 576)
+
+
+def sm90_h128_weights() -> Any:
+    """Few tokens: the weights."""
+    from deeptwin.kernels.tilelang_ops.mla_few_sm90 import weight_program
+
+    return weight_program(128)
+
+
+def sm90_h128_values() -> Any:
+    """Few tokens: the sums of a slice of channels."""
+    from deeptwin.kernels.tilelang_ops.mla_few_sm90 import value_program
+
+    return value_program(128, 576)
