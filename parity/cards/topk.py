@@ -271,7 +271,16 @@ TOPK = Op(
     rows=ROWS,
     out_rows={"idx_tk": 0},
     relations=_relations(GARBAGE),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.topk:topk_triton", lowered_declines=prefix_sum),),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.topk:topk_triton", lowered_declines=prefix_sum),
+        Candidate(
+            name="tilelang",
+            function="deeptwin.optimized.topk:topk_tilelang",
+            archs=("sm90",),
+            needs=("tilelang",),
+            required=False,
+        ),
+    ),
     builds=(
         BuildCase(
             name="bf16-k512",
@@ -302,6 +311,27 @@ TOPK = Op(
             kernel="deeptwin.kernels.triton_ops.topk:_select",
             launch="deeptwin.parity.builds.launches.topk:topk_wide",
             expect=NO_PRODUCT,
+        ),
+        BuildCase(
+            name="tilelang-fp32-s8192-k512",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.topk_sm90:select_program",
+            launch="deeptwin.parity.builds.launches.topk_tilelang:sm90_s8192_k512",
+            expect={"sm90": Expect(mma=None, max_registers=64)},
+        ),
+        BuildCase(
+            name="tilelang-bf16-s32768-k2048",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.topk_sm90:select_program",
+            launch="deeptwin.parity.builds.launches.topk_tilelang:sm90_s32768_k2048",
+            expect={"sm90": Expect(mma=None, max_registers=64)},
+        ),
+        BuildCase(
+            name="tilelang-fp32-of-parts-k512",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.topk_sm90:select_program",
+            launch="deeptwin.parity.builds.launches.topk_tilelang:sm90_of_parts",
+            expect={"sm90": Expect(mma=None, max_registers=64)},
         ),
     ),
     peers=(
