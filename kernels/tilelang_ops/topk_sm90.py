@@ -267,23 +267,23 @@ def select_program(dtype: str, *, step: int, from_parts: bool = False, launch: S
                         T.atomic_add(tied_map[at // EACH], T.uint32(1) << (at % EACH))
             T.sync_threads()
 
-            # 7. in the order of the row all above it, and the first `need` in it; the two sums share a word
+            # 7. all above the range, and the first `need` in it, in the order of the row; the two sums share a word
             word = above_map[thread]
             tied = tied_map[thread]
             own = (T.cast(T.popcount(word), T.int32) << 16) + T.cast(T.popcount(tied), T.int32)
             sum_before(own, place, sums, warp, lane, warps)
             own = place & 0xFFFF
             place = (place >> 16) + T.min(own, need)
+            own = T.max(need - own, 0)
+            while T.cast(T.popcount(tied), T.int32) > own:
+                tied = tied ^ (T.uint32(1) << (31 - T.cast(T.clz(tied), T.int32)))
             word = word | tied
             while word != 0:
                 lowest = word & (~word + 1)
                 word = word ^ lowest
-                if (tied & lowest) == 0 or own < need:
-                    at = first + thread * EACH + 31 - T.cast(T.clz(lowest), T.int32)
-                    idx_tpk[token, part, place] = origin_tj[token, at] if from_parts else at
-                    place += 1
-                if (tied & lowest) != 0:
-                    own += 1
+                at = first + thread * EACH + 31 - T.cast(T.clz(lowest), T.int32)
+                idx_tpk[token, part, place] = origin_tj[token, at] if from_parts else at
+                place += 1
 
             # 8. what is left of the k places
             for j in T.serial(T.ceildiv(k - T.min(k, count), threads)):
