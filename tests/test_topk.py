@@ -317,6 +317,18 @@ def test_rows_are_selected_at_once_in_parts_or_walked() -> None:
     assert not select_launch(64, 16, "ascend950").at_once
 
 
+def test_rows_of_the_card_take_every_launch_of_tilelang() -> None:
+    pytest.importorskip("tilelang")
+    from deeptwin.kernels.tilelang_ops.topk_sm90 import select_launch
+
+    cases = [case for case in CARD.op("topk").cases(True) if case.columns]
+    launches = [(case, select_launch(case.columns, case.k)) for case in cases]
+    assert {launch.groups for _, launch in launches} == {4, 8, 16}
+    parts = [-(-case.columns // launch.block) for case, launch in launches]
+    again = [-(-n * case.k // launch.block) for n, (case, launch) in zip(parts, launches, strict=True)]
+    assert {min(n, 2) for n in parts} == {min(n, 2) for n in again} == {1, 2}
+
+
 def test_the_adapter_of_tilelang_declines() -> None:
     with pytest.raises(NotImplementedError, match=r"^scores_ts: expected a tensor on SM90"):
         topk_tilelang(SCORES, LENGTHS, k=2)

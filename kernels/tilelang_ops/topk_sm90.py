@@ -325,15 +325,14 @@ def topk(
     if scores_ts.numel() and scores_ts.stride(1) != 1:
         raise NotImplementedError(f"scores_ts: expected contiguous rows, got strides {scores_ts.stride()}")
     launch = launch or select_launch(s, k)
-    idx_tk = torch.full((t, k), -1, dtype=torch.int32, device=scores_ts.device)
     if not scores_ts.numel():
-        return idx_tk
+        return torch.full((t, k), -1, dtype=torch.int32, device=scores_ts.device)
     length_t = length_t.contiguous()
     dtype = str(scores_ts.dtype).removeprefix("torch.")
     step = 16 // scores_ts.element_size()
     if scores_ts.stride(0) % step or scores_ts.data_ptr() % 16:
         step = 1
-    origin_tj, width, from_parts = idx_tk, s, False
+    origin_tj, width, from_parts = length_t[:, None], s, False  # not read before there are parts
     while True:
         # the best of every part, then the best of these, until one part is left
         parts = -(-width // launch.block)
