@@ -34,7 +34,7 @@ class SelectLaunch:
 
     block: int = 8192
     groups: int = 4
-    bins: int = 512
+    bins: int = 256
 
     @property
     def threads(self) -> int:
@@ -69,9 +69,9 @@ def sum_before(own, before: T.Ref, sums, warp, lane, warps):
 
 @T.macro
 def count_in(histogram, key, low, span, shift):
-    """Count a rank from `low` to `low + span`; not in the lowest bin, which has what the others leave."""
+    """Count a rank from `low` to `low + span`; in the lowest bin, which has what the others leave, `low` alone."""
     from_low = key - low
-    if from_low <= span and from_low >= T.uint32(1) << shift:
+    if from_low <= span and (from_low >= T.uint32(1) << shift or from_low == 0):
         T.atomic_add(histogram[T.cast(from_low >> shift, T.int32)], 1)
 
 
@@ -254,7 +254,9 @@ def select_program(dtype: str, *, step: int, from_parts: bool = False, launch: S
                 need -= found[1]
                 inside = T.if_then_else(found[0] > 0, found[2], inside - found[1])
                 low += T.cast(found[0], T.uint32) << shift
-                high = T.min(high, low + (T.uint32(1) << shift) - 1)
+                high = low + T.min(high - low, (T.uint32(1) << shift) - 1)
+                if found[0] == 0 and found[2] == inside:
+                    high = low  # ties, as of scores without a positive part
 
             # 6. marks of what lies above the range, and in it; a bit is set once, so it can be added
             for j in T.serial(T.ceildiv(count, threads)):
@@ -275,6 +277,8 @@ def select_program(dtype: str, *, step: int, from_parts: bool = False, launch: S
             own = place & 0xFFFF
             place = (place >> 16) + T.min(own, need)
             own = T.max(need - own, 0)
+            if own == 0:
+                tied = 0
             while T.cast(T.popcount(tied), T.int32) > own:
                 tied = tied ^ (T.uint32(1) << (31 - T.cast(T.clz(tied), T.int32)))
             word = word | tied
@@ -294,16 +298,15 @@ def select_program(dtype: str, *, step: int, from_parts: bool = False, launch: S
 
 
 def select_launch(num_columns: int, k: int) -> SelectLaunch:
-    """A row in one block, or parts of 8192 or more where they have 16 k scores, at most 32768; 2 k groups if it can.
+    """A row of up to 32768 scores in one block, else parts, the smaller the faster; 2 k groups if there can be so many.
 
     Raises:
         NotImplementedError: parts do not narrow a row down to half.
     """
-    width = 2 ** (k - 1).bit_length()
-    part = max(8192, min(16 * width, 32768))
-    if num_columns > part and part < 2 * k:
-        raise NotImplementedError(f"k: expected at most {part // 2} of more than {part} columns, got {k}")
-    block = min(part, max(8192, 2 ** (num_columns - 1).bit_length()))
+    width, row = 2 ** (k - 1).bit_length(), 2 ** (num_columns - 1).bit_length()
+    block = max(8192, row if row <= 32768 else min(16 * width, 32768))
+    if num_columns > block and block < 2 * k:
+        raise NotImplementedError(f"k: expected at most {block // 2} of more than {block} columns, got {k}")
     return SelectLaunch(block=block, groups=max(4, min(2 * width * EACH // block, EACH // 2)))
 
 

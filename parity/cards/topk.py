@@ -68,6 +68,8 @@ def _scores(case: SelectCase, rng: np.random.Generator) -> Tensor:
     elif case.regime == "masked":
         x[torch.from_numpy(rng.random(shape)) < 0.5] = -torch.inf
         x[:, 1:2], x[:, 3:4] = torch.inf, torch.inf
+    elif case.regime == "infinite":
+        x = torch.where(torch.from_numpy(rng.random(shape)) < 0.9, torch.inf, x)
     elif case.regime == "near":
         x = 1 + x * 2.0**-12  # equal in bf16, unequal in fp32
     return x.to(dtype)
@@ -153,6 +155,8 @@ def cases(full: bool) -> list[SelectCase]:
         replace(SMALL, tokens=2, columns=32800, k=512, regime="relu", lengths="mixed"),
         replace(SMALL, tokens=1, columns=33000, k=2048, regime="near", dtype="fp32"),
         replace(SMALL, tokens=1, columns=33000, k=8200, regime="relu"),
+        # more wanted than groups can bound, and the widest range of ranks
+        replace(SMALL, tokens=1, columns=6000, k=5000, regime="infinite", dtype="fp32"),
     ]
     if full:
         found += [
