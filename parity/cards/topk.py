@@ -14,7 +14,7 @@ from .. import draws
 from ..builds.ascend_presets import VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, Sm90Candidate, variants
 from ..relations import Context, Variant, row_chunks
 from ..rules import Bitwise, TopK
 
@@ -274,16 +274,10 @@ TOPK = Op(
     draw=draw,
     rows=ROWS,
     out_rows={"idx_tk": 0},
-    relations=_relations(GARBAGE),
+    relations=_relations(GARBAGE, Relation(name="layout_invariant", axis="alignment of rows", only=short)),
     candidates=(
         Candidate(name="triton", function="deeptwin.optimized.topk:topk_triton", lowered_declines=prefix_sum),
-        Candidate(
-            name="tilelang",
-            function="deeptwin.optimized.topk:topk_tilelang",
-            archs=("sm90",),
-            needs=("tilelang",),
-            required=False,
-        ),
+        Sm90Candidate(name="tilelang", function="deeptwin.optimized.topk:topk_tilelang", needs=("tilelang",)),
     ),
     builds=(
         BuildCase(
