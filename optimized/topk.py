@@ -9,6 +9,8 @@ from torch import Tensor
 
 from deeptwin.reference.checks import expect_dtype, expect_positive, expect_shape
 
+from .providers import expect_sm90
+
 if TYPE_CHECKING:
     from deeptwin.kernels.triton_ops.topk import SelectLaunch
 
@@ -28,6 +30,27 @@ def topk_triton(
     from deeptwin.kernels.triton_ops import topk
 
     return topk.topk(scores_ts, length_t, k=k, launch=launch, out=out)
+
+
+def topk_tilelang(scores_ts: Tensor, length_t: Tensor, *, k: int) -> Tensor:
+    """`topk_triton` on SM90, whose threads count in shared memory: the same indices, whatever the batch.
+
+    Raises:
+        TypeError: as `topk_triton`.
+        ValueError: as `topk_triton`.
+        NotImplementedError: the scores of a row are not one behind the other, more than 16384 of more than 32768
+            columns are wanted, or another device.
+    """
+    _check_rows(scores_ts, length_t)
+    expect_positive("k", k)
+    if k > 16384 and scores_ts.shape[1] > 32768:
+        raise NotImplementedError(f"k: expected at most 16384 of more than 32768 columns, got {k}")
+    if scores_ts.numel() and scores_ts.stride(1) != 1:
+        raise NotImplementedError(f"scores_ts: expected contiguous rows, got strides {scores_ts.stride()}")
+    expect_sm90("scores_ts", scores_ts)
+    from deeptwin.kernels.tilelang_ops import topk_sm90 as kernels
+
+    return kernels.topk(scores_ts, length_t, k=k)
 
 
 def candidate_blocks_triton(

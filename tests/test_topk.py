@@ -18,6 +18,7 @@ from deeptwin.optimized.topk import (
     compact_lengths_triton,
     physical_slots_triton,
     restore_indices_triton,
+    topk_tilelang,
     topk_triton,
 )
 from deeptwin.parity import goldens
@@ -208,7 +209,7 @@ def test_the_golden_vectors_hold() -> None:
 SCORES, LENGTHS, TABLE = torch.zeros(2, 6), int32([6, 3]), int32([[0, 1], [1, -1]])
 ROWS = {"scores_ts": SCORES, "length_t": LENGTHS}
 CALLS: dict[str, tuple[tuple[Callable[..., Tensor], ...], dict[str, Any]]] = {
-    "topk": ((topk, topk_triton), ROWS | {"k": 2}),
+    "topk": ((topk, topk_triton, topk_tilelang), ROWS | {"k": 2}),
     "candidate_blocks": ((candidate_blocks, candidate_blocks_triton), ROWS | {"block_size": 2, "k": 2}),
     "compact_lengths": (
         (compact_lengths, compact_lengths_triton),
@@ -267,7 +268,7 @@ def test_every_function_refuses_by_name() -> None:
     """The errors that each docstring promises, by function."""
     for error in (ValueError, TypeError):
         bad = int32([[1]]) if error is ValueError else LENGTHS.float()
-        for refused in (topk, topk_triton):
+        for refused in (topk, topk_triton, topk_tilelang):
             with pytest.raises(error):
                 refused(SCORES, bad, k=1)
         for refused in (candidate_blocks, candidate_blocks_triton):
@@ -287,8 +288,9 @@ def test_every_function_refuses_by_name() -> None:
 
 def test_scores_that_are_not_contiguous_are_declined() -> None:
     scores = torch.zeros(6, 2).T
-    with pytest.raises(NotImplementedError, match=r"^scores_ts: "):
-        topk_triton(scores, LENGTHS, k=2)
+    for select in (topk_triton, topk_tilelang):
+        with pytest.raises(NotImplementedError, match=r"^scores_ts: "):
+            select(scores, LENGTHS, k=2)
     with pytest.raises(NotImplementedError, match=r"^scores_ts: "):
         candidate_blocks_triton(scores, LENGTHS, block_size=2, k=2)
 
@@ -313,3 +315,22 @@ def test_rows_are_selected_at_once_in_parts_or_walked() -> None:
     ways = {(launch.at_once, case.columns > launch.block) for case, launch in launches}
     assert ways == {(True, False), (True, True), (False, True)}
     assert not select_launch(64, 16, "ascend950").at_once
+
+
+def test_rows_of_the_card_take_every_launch_of_tilelang() -> None:
+    pytest.importorskip("tilelang")
+    from deeptwin.kernels.tilelang_ops.topk_sm90 import select_launch
+
+    cases = [case for case in CARD.op("topk").cases(True) if case.columns]
+    launches = [(case, select_launch(case.columns, case.k)) for case in cases]
+    assert {launch.groups for _, launch in launches} == {4, 8, 16}
+    parts = [-(-case.columns // launch.block) for case, launch in launches]
+    again = [-(-n * case.k // launch.block) for n, (case, launch) in zip(parts, launches, strict=True)]
+    assert {min(n, 2) for n in parts} == {min(n, 2) for n in again} == {1, 2}
+
+
+def test_the_adapter_of_tilelang_declines() -> None:
+    with pytest.raises(NotImplementedError, match=r"^scores_ts: expected a tensor on SM90"):
+        topk_tilelang(SCORES, LENGTHS, k=2)
+    with pytest.raises(NotImplementedError, match=r"^k: expected at most 16384"):
+        topk_tilelang(torch.zeros(1, 32769), int32([5]), k=16385)

@@ -14,7 +14,7 @@ from .. import draws
 from ..builds.ascend_presets import VECTOR
 from ..builds.presets import NO_PRODUCT
 from ..builds.spec import BuildCase, Expect
-from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, variants
+from ..card import REGIMES, Candidate, Card, Equivalent, Inputs, Op, Output, Peer, Relation, Sm90Candidate, variants
 from ..relations import Context, Variant, row_chunks
 from ..rules import Bitwise, TopK
 
@@ -68,6 +68,8 @@ def _scores(case: SelectCase, rng: np.random.Generator) -> Tensor:
     elif case.regime == "masked":
         x[torch.from_numpy(rng.random(shape)) < 0.5] = -torch.inf
         x[:, 1:2], x[:, 3:4] = torch.inf, torch.inf
+    elif case.regime == "infinite":
+        x = torch.where(torch.from_numpy(rng.random(shape)) < 0.9, torch.inf, x)
     elif case.regime == "near":
         x = 1 + x * 2.0**-12  # equal in bf16, unequal in fp32
     return x.to(dtype)
@@ -153,6 +155,8 @@ def cases(full: bool) -> list[SelectCase]:
         replace(SMALL, tokens=2, columns=32800, k=512, regime="relu", lengths="mixed"),
         replace(SMALL, tokens=1, columns=33000, k=2048, regime="near", dtype="fp32"),
         replace(SMALL, tokens=1, columns=33000, k=8200, regime="relu"),
+        # more wanted than groups can bound, and the widest range of ranks
+        replace(SMALL, tokens=1, columns=6000, k=5000, regime="infinite", dtype="fp32"),
     ]
     if full:
         found += [
@@ -270,8 +274,11 @@ TOPK = Op(
     draw=draw,
     rows=ROWS,
     out_rows={"idx_tk": 0},
-    relations=_relations(GARBAGE),
-    candidates=(Candidate(name="triton", function="deeptwin.optimized.topk:topk_triton", lowered_declines=prefix_sum),),
+    relations=_relations(GARBAGE, Relation(name="layout_invariant", axis="alignment of rows", only=short)),
+    candidates=(
+        Candidate(name="triton", function="deeptwin.optimized.topk:topk_triton", lowered_declines=prefix_sum),
+        Sm90Candidate(name="tilelang", function="deeptwin.optimized.topk:topk_tilelang", needs=("tilelang",)),
+    ),
     builds=(
         BuildCase(
             name="bf16-k512",
@@ -302,6 +309,27 @@ TOPK = Op(
             kernel="deeptwin.kernels.triton_ops.topk:_select",
             launch="deeptwin.parity.builds.launches.topk:topk_wide",
             expect=NO_PRODUCT,
+        ),
+        BuildCase(
+            name="tilelang-fp32-s8192-k512",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.topk_sm90:select_program",
+            launch="deeptwin.parity.builds.launches.topk_tilelang:sm90_s8192_k512",
+            expect={"sm90": Expect(mma=None, max_registers=64)},
+        ),
+        BuildCase(
+            name="tilelang-bf16-s32768-k2048",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.topk_sm90:select_program",
+            launch="deeptwin.parity.builds.launches.topk_tilelang:sm90_s32768_k2048",
+            expect={"sm90": Expect(mma=None, max_registers=64)},
+        ),
+        BuildCase(
+            name="tilelang-fp32-of-parts-k512",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.topk_sm90:select_program",
+            launch="deeptwin.parity.builds.launches.topk_tilelang:sm90_of_parts",
+            expect={"sm90": Expect(mma=None, max_registers=64)},
         ),
     ),
     peers=(
