@@ -46,8 +46,11 @@ def half_of(half, now):
     return half * 2 + now
 
 
-def shared_memory(tail: int, programs: int = 1) -> Shared:
-    """Allocate it, for keys with `tail` channels behind the values that `programs` of a cluster bring."""
+def shared_memory(tail: int, *, programs: int = 1, flags: str = "shared.dyn") -> Shared:
+    """Allocate it, for keys with `tail` channels behind the values that `programs` of a cluster bring.
+
+    `flags`: where `is_key` lies; "shared" is beside the barriers, in what they leave of a KiB.
+    """
     # who lets go of a half: threads of a program, or a lane of each warp for each program of a cluster
     freeing = GROUP if programs == 1 else GROUP // 32 * programs
     alloc_free = T.alloc_barrier if programs == 1 else T.alloc_cluster_barrier
@@ -61,7 +64,7 @@ def shared_memory(tail: int, programs: int = 1) -> Shared:
         key_tail=rest,
         weight=rest,
         state=T.alloc_shared((4, HEADS), T.float32),
-        is_key=T.alloc_shared((2, KEYS), T.int32, scope="shared"),  # beside the barriers, in what they leave of a KiB
+        is_key=T.alloc_shared((2, KEYS), T.int32, scope=flags),
         q_ready=T.alloc_barrier(GROUP),
         ready=T.alloc_barrier([GROUP] * 4),
         tail_ready=T.alloc_barrier([GROUP, GROUP]),

@@ -252,7 +252,7 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
     ):
         with T.Kernel(tokens * tiles, threads=THREADS, cluster_dims=programs) as program:
             T.import_source(DECODE + EXP2)
-            shared = shared_memory(TAIL, programs)
+            shared = shared_memory(TAIL, programs=programs, flags="shared")
             raw = Raw(
                 code=T.alloc_shared((PARTS, GROUP, 16), T.uint8),
                 scale=T.alloc_shared((GROUP,), T.float32),
