@@ -38,6 +38,7 @@ class Shared(NamedTuple):
     scored: Any
     weight_ready: Any
     total_ready: Any
+    programs: int  # of a cluster, which bring keys for each other
 
 
 def half_of(half, now):
@@ -45,8 +46,14 @@ def half_of(half, now):
     return half * 2 + now
 
 
-def shared_memory(tail: int) -> Shared:
-    """Allocate it, for keys with `tail` channels behind the values."""
+def shared_memory(tail: int, *, programs: int = 1, flags: str = "shared.dyn") -> Shared:
+    """Allocate it, for keys with `tail` channels behind the values that `programs` of a cluster bring.
+
+    `flags`: where `is_key` lies; "shared" is beside the barriers, in what they leave of a KiB.
+    """
+    # who lets go of a half: threads of a program, or a lane of each warp for each program of a cluster
+    freeing = GROUP if programs == 1 else GROUP // 32 * programs
+    alloc_free = T.alloc_barrier if programs == 1 else T.alloc_cluster_barrier
     q = T.alloc_shared((2, HEADS, HALF), T.bfloat16)
     # the channels behind the values are needed no more when the weights of their block are left
     rest = T.alloc_shared((2, KEYS, tail or KEYS), T.bfloat16)
@@ -57,17 +64,18 @@ def shared_memory(tail: int) -> Shared:
         key_tail=rest,
         weight=rest,
         state=T.alloc_shared((4, HEADS), T.float32),
-        is_key=T.alloc_shared((2, KEYS), T.int32),
+        is_key=T.alloc_shared((2, KEYS), T.int32, scope=flags),
         q_ready=T.alloc_barrier(GROUP),
         ready=T.alloc_barrier([GROUP] * 4),
         tail_ready=T.alloc_barrier([GROUP, GROUP]),
         # by who sums a half, and by who scores it where that is another group
-        free=T.alloc_barrier([GROUP, 2 * GROUP, 2 * GROUP, GROUP]),
+        free=alloc_free([freeing, 2 * freeing, 2 * freeing, freeing]),
         named=T.alloc_barrier([GROUP, GROUP]),  # `is_key` is written by ordinary stores
         top_ready=T.alloc_barrier(GROUP),
         scored=T.alloc_barrier(GROUP),
         weight_ready=T.alloc_barrier([GROUP, GROUP]),
         total_ready=T.alloc_barrier([GROUP, GROUP]),
+        programs=programs,
     )
 
 
@@ -151,6 +159,15 @@ def name_keys(shared, now, row, place, first, lane, lanes):
 
 
 @T.macro
+def free_half(shared, half, now):
+    """Let half a buffer be filled again, by whoever brings keys to it."""
+    if shared.programs == 1:
+        T.barrier_arrive(shared.free[half_of(half, now)])
+    elif T.get_thread_binding() % 32 < shared.programs:
+        T.mbarrier_arrive(shared.free[half_of(half, now)], T.get_thread_binding() % 32)
+
+
+@T.macro
 def score_half(shared, half, now, phase, score, fresh, loose):
     """Start the product of queries with half a block."""
     T.barrier_wait(shared.ready[half_of(half, now)], phase)
@@ -170,7 +187,7 @@ def score_block(shared, now, phase, score, tail, loose, loose_tail):
             T.fence_proxy_async()
         T.wgmma_gemm(shared.q_tail, shared.key_tail[now, :, :], score, transpose_B=True)
     T.wait_wgmma(0)
-    T.barrier_arrive(shared.free[half_of(1 - now, now)])
+    free_half(shared, 1 - now, now)
 
 
 @T.macro
@@ -231,7 +248,7 @@ def add_other(shared, now, half, phase, sums, loose):
         T.fence_proxy_async()
     T.wgmma_gemm(shared.weight[now, :, :], shared.key[half, now, :, :], sums)
     T.wait_wgmma(0)
-    T.barrier_arrive(shared.free[half_of(half, now)])
+    free_half(shared, half, now)
 
 
 @T.macro
@@ -276,7 +293,7 @@ def first_group(
         T.wgmma_gemm(weight, shared.key[0, 0, :, :], left)
         count_block(score, total, shrink, block_total)
         T.wait_wgmma(0)
-        T.barrier_arrive(shared.free[half_of(0, 0)])
+        free_half(shared, 0, 0)
         if pair * 2 + 1 < blocks:
             T.barrier_wait(shared.weight_ready[1], phase)
             T.copy(shared.state[1, :], block_top)
@@ -342,7 +359,7 @@ def second_group(
             T.wgmma_gemm(weight, shared.key[1, 1, :, :], right)
             count_block(score, total, shrink, block_total)
             T.wait_wgmma(0)
-            T.barrier_arrive(shared.free[half_of(1, 1)])
+            free_half(shared, 1, 1)
         else:
             T.barrier_wait(shared.top_ready, phase)
             T.copy(shared.state[0, :], block_top)

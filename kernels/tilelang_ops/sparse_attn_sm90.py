@@ -76,7 +76,7 @@ def attend_program(
     ):
         with T.Kernel(tokens * tiles, threads=THREADS) as program:
             T.import_source(EXP2)
-            shared = shared_memory(tail)
+            shared = shared_memory(tail, flags="shared")
             left = T.alloc_fragment((HEADS, HALF), T.float32)
             right = T.alloc_fragment((HEADS, HALF), T.float32)
             score = T.alloc_fragment((HEADS, KEYS), T.float32)

@@ -1,15 +1,19 @@
 """Sparse latent attention on SM90 over records of 656 bytes, by the roles of `seesaw_sm90.py`.
 
 A record is 512 codes, four fp32 scales and 64 bf16 channels that only enter the score. In the third group four threads
-share a row: each reads 64 codes of half a row, with their scale, into registers and writes them two halves later, as
-code times scale in bf16; the channels behind them are copied. Eight rows lie side by side in a warp, so that what it
-writes at a time lies in different banks. The list is not split, so a row has the same bits alone or in any batch.
+share a row. Each copies its codes of half a row to a place in shared memory that it alone reads, and takes them from
+there when the next are on their way: what is read ahead in registers would wait for whatever was asked for last. Code
+times scale is written as bf16; the channels behind the values are copied. Eight rows lie side by side in a warp, so
+that what it writes at a time lies in different banks.
+
+Two tiles of heads of one token are a cluster: each program decodes half of the rows of a block and writes them to both.
+The list is not split, so a row has the same bits alone or in any batch.
 """
 
 # mypy: disable-error-code="valid-type"
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang
 import torch
@@ -32,13 +36,13 @@ from .seesaw_sm90 import (
     EXP2,
     first_group,
     half_of,
-    name_keys,
     read_queries,
     second_group,
     shared_memory,
 )
 
-LANES = 4  # threads that bring one row, 64 channels each of a half
+LANES = 4  # threads that bring one row, 16 channels each at a time
+ROWS = 32 // LANES  # that a warp brings at a time
 STEP = GROUP // LANES
 PASSES = KEYS // STEP  # rows of a block that a thread brings a part of
 PARTS = HALF // (16 * LANES)  # sixteens of channels that it brings of half a row
@@ -51,92 +55,159 @@ TAIL_AT = SCALES_AT + 1
 
 # a conversion of a pair of codes, which no expression of the language lowers to
 DECODE = """
-#include <cuda_fp8.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
-__device__ __forceinline__ void dt_read16(void *to, const void *at, bool is_key) {
-  *(uint4 *)to = is_key ? __ldg((const uint4 *)at) : make_uint4(0u, 0u, 0u, 0u);
+// of the thread's own copies; the wait of the language adds a barrier, under the name of that of the first group
+__device__ __forceinline__ void dt_wait_copied() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+__device__ __forceinline__ void dt_take16(void *to, const void *at) {
+  uint4 &x = *(uint4 *)to;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"((unsigned)__cvta_generic_to_shared(at)) : "memory");
 }
 
-__device__ __forceinline__ void dt_read4(void *to, const void *at, bool is_key) {
-  *(unsigned *)to = is_key ? __ldg((const unsigned *)at) : 0u;
+__device__ __forceinline__ void dt_take4(void *to, const void *at) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(*(unsigned *)to)
+               : "r"((unsigned)__cvta_generic_to_shared(at)) : "memory");
 }
 
-// eight e4m3 codes and their scale
-__device__ __forceinline__ void dt_put_e4m3(void *out, unsigned low, unsigned high, float scale) {
-  unsigned part[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const unsigned code = (i < 2 ? low : high) >> (16 * (i & 1));
-    const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(code & 0xFFFFu), __NV_E4M3);
-    const float2 value = __half22float2(__half2(wide));
-    __nv_bfloat162 narrow = __floats2bfloat162_rn(value.x * scale, value.y * scale);
-    part[i] = *reinterpret_cast<unsigned *>(&narrow);
-  }
-  *reinterpret_cast<uint4 *>(out) = make_uint4(part[0], part[1], part[2], part[3]);
+// four e4m3 codes times their scale, as bf16
+__device__ __forceinline__ uint2 dt_e4m3x4(unsigned codes, float scale) {
+  __half2 low, high;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+      : "=r"(*(unsigned *)&low), "=r"(*(unsigned *)&high) : "r"(codes));
+  const float2 x = __half22float2(low), y = __half22float2(high);
+  const __nv_bfloat162 first = __floats2bfloat162_rn(x.x * scale, x.y * scale);
+  const __nv_bfloat162 second = __floats2bfloat162_rn(y.x * scale, y.y * scale);
+  return make_uint2(*(const unsigned *)&first, *(const unsigned *)&second);
+}
+
+__device__ __forceinline__ void dt_put8(void *out, unsigned low, unsigned high, float scale) {
+  const uint2 x = dt_e4m3x4(low, scale), y = dt_e4m3x4(high, scale);
+  *(uint4 *)out = make_uint4(x.x, x.y, y.x, y.y);
+}
+
+// what the warp has written, before its lanes send it
+__device__ __forceinline__ void dt_settle() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+}
+
+// a KiB to the same place of the other program of the cluster, whose barrier counts the bytes
+__device__ __forceinline__ void dt_send1024(void *from, void *ready, unsigned other) {
+  const unsigned here = (unsigned)__cvta_generic_to_shared(from), bar = (unsigned)__cvta_generic_to_shared(ready);
+  unsigned there, told;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(told) : "r"(bar), "r"(other));
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], 1024, [%2];"
+               :: "r"(there), "r"(here), "r"(told) : "memory");
 }
 """
 
 
-@T.macro
-def place_rows(held, slots, stride, ahead, place, now):
-    """Where the named records begin; -1 for what the cache does not hold."""
-    for g in T.unroll(PASSES):
-        i = now * PASSES + g
-        page = T.truncdiv(T.max(ahead[i], 0), slots)
-        slot = T.max(ahead[i], 0) - page * slots
-        place[i] = T.if_then_else(ahead[i] >= 0 and ahead[i] < held, page * stride + slot * RECORD, -1)
+class Raw(NamedTuple):
+    """Codes and scales on their way, a place for each thread that brings them."""
+
+    code: Any
+    scale: Any
+
+
+def part_of(u, lane):
+    """Which sixteen channels of half a row a thread brings: two lanes take turns, so that sectors are read whole."""
+    return (lane // 2 * PARTS + u) * 2 + lane % 2
+
+
+def row_of(g, rank, first):
+    """Which row of a block a thread brings in pass `g`: those of its own program come first."""
+    return (g ^ rank) * STEP + first
 
 
 @T.macro
-def name_rows(idx_tk, token, block, list_end, ahead, now, first):
-    """Start reading which rows of a block this thread brings a part of."""
-    for g in T.unroll(PASSES):
-        entry = block * KEYS + g * STEP + first
-        ahead[now * PASSES + g] = T.if_then_else(entry < list_end, idx_tk[token, entry], -1)
+def name_row(idx_tk, token, pair, list_end, ahead):
+    """Start reading which record one of the rows is that this warp brings of a pair of blocks: another in each lane."""
+    mine = T.get_thread_binding() % GROUP
+    entry = pair * 2 * KEYS + mine % 32 // ROWS * STEP + mine // 32 * ROWS + mine % ROWS
+    ahead[0] = T.if_then_else(entry < list_end, idx_tk[token, entry], -1)
 
 
 @T.macro
-def read_part(cache_xo, half, now, place, lane, code, scale):
-    """Start reading this thread's codes of half a block, and their scale."""
-    for g in T.unroll(PASSES):
-        i = now * PASSES + g
-        at = T.max(place[i], 0)
-        for u in T.unroll(PARTS):
-            T.call_extern(
-                "handle",
-                "dt_read16",
-                T.address_of(code[(i * PARTS + u) * 4]),
-                T.address_of(cache_xo[at, ((half * LANES + lane) * PARTS + u) * 16]),
-                place[i] >= 0,
-            )
+def place_rows(held, slots, stride, ahead, rank, place):
+    """Where the records of the rows begin that this thread brings a part of; -1 for what the cache does not hold."""
+    page = T.truncdiv(T.max(ahead[0], 0), slots)
+    slot = T.max(ahead[0], 0) - page * slots
+    ahead[0] = T.if_then_else(ahead[0] >= 0 and ahead[0] < held, page * stride + slot * RECORD, -1)
+    for now in T.unroll(2):
+        for g in T.unroll(PASSES):
+            lane = (now * PASSES + (g ^ rank)) * ROWS + T.get_thread_binding() % ROWS
+            place[now * PASSES + g] = T.shfl_sync(ahead[0], lane)
+
+
+@T.macro
+def copy_codes(cache_xo, raw, half, place, lane):
+    """Start copying this thread's codes of half a row, and their scales, to where it alone reads them."""
+    mine = T.get_thread_binding() % GROUP
+    at = T.max(place, 0)
+    for u in T.unroll(PARTS):
         T.call_extern(
             "handle",
-            "dt_read4",
-            T.address_of(scale[i]),
-            T.address_of(cache_xo[at + SCALES_AT, (half * 2 + lane // 2) * 4]),
-            place[i] >= 0,
+            "tl::cp_async_gs_conditional<16>",
+            T.address_of(raw.code[u, mine, 0]),
+            T.address_of(cache_xo[at, half * HALF + part_of(u, lane) * 16]),
+            place >= 0,
         )
+    T.call_extern(
+        "handle",
+        "tl::cp_async_gs_conditional<4>",
+        T.address_of(raw.scale[mine]),
+        T.address_of(cache_xo[at + SCALES_AT, (half * 2 + lane // 2) * 4]),
+        place >= 0,
+    )
+    T.ptx_commit_group()
 
 
 @T.macro
-def put_part(shared, half, now, first, lane, code, scale):
-    """Write this thread's part of half a block to shared memory, as bf16."""
+def take_codes(raw, code, scale):
+    """Wait for what `copy_codes` has started, and read it."""
+    mine = T.get_thread_binding() % GROUP
+    T.call_extern("handle", "dt_wait_copied")
+    for u in T.unroll(PARTS):
+        T.call_extern("handle", "dt_take16", T.address_of(code[u * 4]), T.address_of(raw.code[u, mine, 0]))
+    T.call_extern("handle", "dt_take4", T.address_of(scale[0]), T.address_of(raw.scale[mine]))
+
+
+@T.macro
+def put_codes(shared, half, now, j, lane, code, scale):
+    """Write this thread's part of half a row to shared memory, as bf16."""
+    for u in T.unroll(PARTS):
+        for v in T.unroll(2):
+            at = T.address_of(shared.key[half, now, j, part_of(u, lane) * 16 + v * 8])
+            T.call_extern("handle", "dt_put8", at, code[u * 4 + v * 2], code[u * 4 + v * 2 + 1], scale[0])
+
+
+@T.macro
+def share_rows(shared, half, now, rank):
+    """Send the rows that this warp has written, in panels of 64 channels, and expect those of the other program."""
+    mine = T.get_thread_binding() % GROUP
+    T.call_extern("handle", "dt_settle")
+    if mine % 32 < HALF // 64:
+        rows = T.address_of(shared.key[half, now, rank * STEP + mine // 32 * ROWS, mine % 32 * 64])
+        T.call_extern("handle", "dt_send1024", rows, T.address_of(shared.ready[half_of(half, now)]), 1 - rank)
+    if mine == 0:
+        T.mbarrier_expect_tx(shared.ready[half_of(half, now)], STEP * HALF * 2)
+
+
+@T.macro
+def name_keys(shared, now, place, rank, first, lane):
+    """Say which rows of a block are keys."""
     for g in T.unroll(PASSES):
-        j, i = g * STEP + first, now * PASSES + g
-        for v in T.unroll(2 * PARTS):
-            word = i * PARTS * 4 + v * 2
-            T.call_extern(
-                "handle",
-                "dt_put_e4m3",
-                T.address_of(shared.key[half, now, j, lane * PARTS * 16 + v * 8]),
-                code[word],
-                code[word + 1],
-                scale[i],
-            )
+        if lane == 0:
+            shared.is_key[now, row_of(g, rank, first)] = T.if_then_else(place[now * PASSES + g] >= 0, 1, 0)
+    T.barrier_arrive(shared.named[now])
 
 
 @T.macro
-def copy_tail(cache_xo, shared, now, place, first, lane):
+def copy_tail(cache_xo, shared, now, place, rank, first, lane):
     """Copy this thread's part of the channels behind the values."""
     for g in T.unroll(PASSES):
         i = now * PASSES + g
@@ -145,7 +216,7 @@ def copy_tail(cache_xo, shared, now, place, first, lane):
             T.call_extern(
                 "handle",
                 "tl::cp_async_gs_conditional<16>",
-                T.address_of(shared.key_tail[now, g * STEP + first, at]),
+                T.address_of(shared.key_tail[now, row_of(g, rank, first), at]),
                 T.address_of(cache_xo[T.max(place[i], 0) + TAIL_AT, at * 2]),
                 place[i] >= 0,
             )
@@ -162,6 +233,8 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
     if num_heads % HEADS:
         raise NotImplementedError(f"num_heads: expected a multiple of {HEADS}, got {num_heads}")
     tiles = num_heads // HEADS
+    programs = 1 + (tiles % 2 == 0)  # of a cluster: tiles of one token, of which each decodes half of the keys
+    own = PASSES // programs
     tokens, entries, units = T.dynamic("tokens, entries, units")
 
     @T.prim_func
@@ -177,9 +250,13 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
         slots: T.int32,
         stride: T.int32,
     ):
-        with T.Kernel(tokens * tiles, threads=THREADS) as program:
+        with T.Kernel(tokens * tiles, threads=THREADS, cluster_dims=programs) as program:
             T.import_source(DECODE + EXP2)
-            shared = shared_memory(TAIL)
+            shared = shared_memory(TAIL, programs=programs, flags="shared")
+            raw = Raw(
+                code=T.alloc_shared((PARTS, GROUP, 16), T.uint8),
+                scale=T.alloc_shared((GROUP,), T.float32),
+            )
             left = T.alloc_fragment((HEADS, HALF), T.float32)
             right = T.alloc_fragment((HEADS, HALF), T.float32)
             score = T.alloc_fragment((HEADS, KEYS), T.float32)
@@ -196,16 +273,17 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
             block_total_right = T.alloc_fragment((HEADS,), T.float32)
             weight = T.alloc_fragment((HEADS, KEYS), T.bfloat16)
             weight_right = T.alloc_fragment((HEADS, KEYS), T.bfloat16)
-            ahead = T.alloc_local((2 * PASSES,), T.int32)
+            ahead = T.alloc_local((1,), T.int32)
             place = T.alloc_local((2 * PASSES,), T.int32)
-            code = T.alloc_local((2 * PASSES * PARTS * 4,), T.uint32)
-            scale = T.alloc_local((2 * PASSES,), T.float32)
+            code = T.alloc_local((PARTS * 4,), T.uint32)
+            scale = T.alloc_local((1,), T.float32)
 
             # 1. which token, heads and entries this program owns
             token = program // tiles
             head0 = program % tiles * HEADS
             list_end = T.min(topk_length_t[token], entries) if has_length else entries
             blocks = T.ceildiv(list_end, KEYS)
+            rank = program % programs
             thread = T.get_thread_binding()
 
             if thread < GROUP:
@@ -259,35 +337,44 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
             else:
                 # 4. the queries, then the keys of block after block
                 T.set_max_nreg(roles.bring, 0)
-                lane = thread % 32 // 8
-                first = (thread - 2 * GROUP) // 32 * 8 + thread % 8
-                for local in (code, scale):
-                    T.clear(local)
-                for now in T.unroll(2):
-                    name_rows(idx_tk, token, now, list_end, ahead, now, first)
-                for now in T.unroll(2):
-                    place_rows(held, slots, stride, ahead, place, now)
-                    name_rows(idx_tk, token, 2 + now, list_end, ahead, now, first)
-                    read_part(cache_xo, now, now, place, lane, code, scale)
+                lane = thread % 32 // ROWS
+                first = (thread - 2 * GROUP) // 32 * ROWS + thread % ROWS
+                name_row(idx_tk, token, 0, list_end, ahead)
+                place_rows(held, slots, stride, ahead, rank, place)
+                copy_codes(cache_xo, raw, 0, place[0], lane)
+                name_row(idx_tk, token, 1, list_end, ahead)
                 read_queries(q_thd, token, head0, shared, first, lane, TAIL, LANES)
                 for pair in T.serial(T.ceildiv(blocks, 2)):
                     # halves in the order in which they become free
                     for turn in T.serial(2):
                         for now in T.unroll(2):
                             half = turn ^ now
-                            if pair * 2 + now < blocks:
-                                T.barrier_wait(shared.free[half_of(half, now)], pair % 2 ^ 1)
-                                if turn == 0:
-                                    name_keys(shared, now, place, now * PASSES, first, lane, LANES)
-                                else:
-                                    copy_tail(cache_xo, shared, now, place, first, lane)
-                                put_part(shared, half, now, first, lane, code, scale)
-                                T.barrier_arrive(shared.ready[half_of(half, now)])
-                            # the registers are free for what the same buffer takes next
-                            if turn == 1:
-                                place_rows(held, slots, stride, ahead, place, now)
-                                name_rows(idx_tk, token, pair * 2 + 4 + now, list_end, ahead, now, first)
-                            read_part(cache_xo, 1 - half, now, place, lane, code, scale)
+                            for g in T.unroll(own):
+                                take_codes(raw, code, scale)
+                                if g + 1 < own:
+                                    copy_codes(cache_xo, raw, half, place[now * PASSES + g + 1], lane)
+                                elif now == 0:
+                                    copy_codes(cache_xo, raw, 1 - turn, place[PASSES], lane)
+                                elif turn == 0:
+                                    copy_codes(cache_xo, raw, 1, place[0], lane)
+                                if pair * 2 + now < blocks:
+                                    if g == 0:
+                                        T.barrier_wait(shared.free[half_of(half, now)], pair % 2 ^ 1)
+                                        if turn == 0:
+                                            name_keys(shared, now, place, rank, first, lane)
+                                    put_codes(shared, half, now, row_of(g, rank, first), lane, code, scale)
+                                    if g + 1 == own:
+                                        if programs > 1:
+                                            share_rows(shared, half, now, rank)
+                                        T.barrier_arrive(shared.ready[half_of(half, now)])
+                                        if turn == 1:
+                                            copy_tail(cache_xo, shared, now, place, rank, first, lane)
+                    place_rows(held, slots, stride, ahead, rank, place)
+                    copy_codes(cache_xo, raw, 0, place[0], lane)
+                    name_row(idx_tk, token, pair + 2, list_end, ahead)
+                T.call_extern("handle", "dt_wait_copied")
+            if programs > 1:
+                T.cluster_sync()  # the other program writes here no more
 
     return sparse_mla
 
