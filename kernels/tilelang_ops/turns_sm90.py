@@ -1,4 +1,4 @@
-"""Attention on SM90 by specialised warps, block after block: another schedule than `roles_sm90.py`, in its memory.
+"""Attention on SM90 by specialised warps, block after block: another schedule than `seesaw_sm90.py`.
 
 The first group scores the even blocks and keeps the left half of the values, the second group the odd ones and the
 right half. A group scores its block as soon as it is there, and weighs it against the maximum of all blocks before it

@@ -272,7 +272,7 @@ def bring_rows(shared, mine, rows_pod, held, slots, idx_tk, token, entries, firs
         name_rows(mine, idx_tk, token, block + 1, entries, first)
         T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
         name_keys(shared, now, mine.row, first, lane, LANES)
-        read_rows(rows_pod, shared, now, mine.row, mine.page, mine.slot, first, lane, 0, True, LANES)
+        read_rows(rows_pod, shared, now, mine.row, mine.page, mine.slot, first, lane, LANES)
 
 
 @T.macro
@@ -343,7 +343,7 @@ def two_cache_program(
     ):
         with T.Kernel(tokens * tiles, threads=THREADS) as program:
             T.import_source(DECODE + EXP2)
-            shared = shared_memory(0)
+            shared = shared_memory()
             left, right = group_registers(), group_registers()
             mine = bringer_memory()
 
@@ -379,7 +379,7 @@ def two_cache_program(
                 first = (thread - 2 * GROUP) // LANES
                 T.clear(mine.code)
                 name_rows(mine, window_idx_tk, token, 0, window_entries, first)
-                read_queries(q_thd, token, head0, shared, first, lane, 0, LANES)
+                read_queries(q_thd, token, head0, shared, first, lane, LANES)
                 held = window_pages * page_slots
                 if window == "rows":
                     bring_rows(
