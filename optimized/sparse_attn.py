@@ -428,10 +428,10 @@ def _launch_specialised(
         raise NotImplementedError(f"dtype: expected bfloat16, got {dtype}")
     if heads % 64 or width != 512:
         raise NotImplementedError(f"q_thd: expected 64·n heads of 512, got {heads} of {width}")
-    groups = {"e4m3": 32, "e2m1": 16}
+    groups = {"e4m3": 32, "e2m1": 16, "v4": 64}
     for name, fmt, code in (("window", caches.window, kind), ("main", caches.main, kinds[1])):
         if code != "rows" and fmt.quant.group != groups.get(code):
-            raise NotImplementedError(f"caches: expected {name} records of e4m3 by 32 or e2m1 by 16, got {fmt.name}")
+            raise NotImplementedError(f"caches: expected {name} records of 528, 288 or 584 bytes, got {fmt.name}")
     if kind != "rows":
         _expect_pages("window_pow", window)
     _expect_pages("main_pow", main_pow)

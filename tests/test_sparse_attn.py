@@ -525,12 +525,19 @@ def test_the_kernel_of_two_caches_with_specialised_warps_declines(decode: bool) 
     function = two_cache_attn_decode_tilelang if decode else two_cache_attn_tilelang
     given = wide_pair(decode)
     odd = torch.zeros(3, 8 * 288 + 8, dtype=torch.uint8)[:, : 8 * 288].unflatten(1, (8, 288))
+    v4 = wide_pair(decode, main_format="v4", layout="sectioned")
+    odd_v4 = torch.zeros(3, 8 * 584 + 8, dtype=torch.uint8)[:, : 8 * 584].unflatten(1, (8, 584))
+    wider = replace(KV_FP8, name="by_64", quant=replace(KV_FP8.quant, group=64), pad=8)
     for message, inputs in {
         "dtype: expected bfloat16": wide_pair(decode, dtype="fp32"),
         "q_thd: expected 64·n heads of 512, got 2 of 512": wide_pair(decode, heads=2),
         "q_thd: expected 64·n heads of 512, got 64 of 64": wide_pair(decode, channels=64),
         "main_pow: expected pages of records in order": given | {"main_pow": odd},
+        "main_pow: expected pages of records": v4 | {"main_pow": odd_v4},
+        "caches: expected main records of 528, 288 or 584 bytes": given
+        | {"main_pow": torch.zeros(3, 8, 528, dtype=torch.uint8), "caches": replace(given["caches"], main=wider)},
         "q_thd: expected a tensor on SM90, got one on cpu": given,
+        "q_thd: expected a tensor on SM90": v4,
     }.items():
         with pytest.raises(NotImplementedError, match=f"^{message}"):
             function(**inputs)

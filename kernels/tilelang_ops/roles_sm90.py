@@ -1,11 +1,11 @@
-"""Attention on SM90 by specialised warps: what two groups of 128 threads do with the keys that others bring.
+"""Attention on SM90 by specialised warps: what its kernels share.
 
-Blocks of 64 keys go through two buffers, the even ones through the first, the odd ones through the second. The first
-group scores the even blocks and keeps the left half of the values, the second group the odd ones and the right half:
-each has 64 x 256 sums in registers, and while one is at its softmax the other multiplies. Weights, the factor by which
-earlier sums shrink, and the running maximum and total pass from block to block through shared memory.
+Blocks of 64 keys go through two buffers, the even ones through the first, the odd ones through the second. One group of
+128 threads scores the even blocks and keeps the left half of the values, another the odd ones and the right half: each
+has 64 x 256 sums in registers. A third group brings the keys.
 
-A row is summed in the order of its blocks, whoever scores them: base-2 online softmax, weights rounded unnormalised.
+Weights, the factor by which earlier sums shrink, and the running maximum and total pass from block to block through the
+shared memory declared here.
 """
 
 # mypy: disable-error-code="valid-type"
@@ -48,10 +48,8 @@ class Shared(NamedTuple):
 
     q_left: Any
     q_right: Any
-    q_tail: Any
     key_left: Any
     key_right: Any
-    key_tail: Any
     weight: Any
     state: Any  # factor, maximum and total of the last block
     is_key: Any
@@ -64,17 +62,13 @@ class Shared(NamedTuple):
     weight_free: Any
 
 
-def shared_memory(tail: int) -> Shared:
-    """Allocate it, for keys with `tail` channels behind the values."""
-    q_left = T.alloc_shared((HEADS, HALF), T.bfloat16)
-    key_left = T.alloc_shared((2, KEYS, HALF), T.bfloat16)
+def shared_memory() -> Shared:
+    """Allocate it."""
     return Shared(
-        q_left=q_left,
+        q_left=T.alloc_shared((HEADS, HALF), T.bfloat16),
         q_right=T.alloc_shared((HEADS, HALF), T.bfloat16),
-        q_tail=T.alloc_shared((HEADS, tail), T.bfloat16) if tail else q_left,
-        key_left=key_left,
+        key_left=T.alloc_shared((2, KEYS, HALF), T.bfloat16),
         key_right=T.alloc_shared((2, KEYS, HALF), T.bfloat16),
-        key_tail=T.alloc_shared((2, KEYS, tail), T.bfloat16) if tail else key_left,
         weight=T.alloc_shared((HEADS, KEYS), T.bfloat16),
         state=T.alloc_shared((3, HEADS), T.float32),
         is_key=T.alloc_shared((2, KEYS), T.int32),
@@ -97,14 +91,12 @@ def read_query(q_thd, token, head, target, h, lane, first, span, lanes):
 
 
 @T.macro
-def read_queries(q_thd, token, head0, shared, row, lane, tail, lanes):
+def read_queries(q_thd, token, head0, shared, row, lane, lanes):
     """Bring the queries of a program."""
     for g in T.unroll(HEADS // (GROUP // lanes)):
         h = g * (GROUP // lanes) + row
         read_query(q_thd, token, head0 + h, shared.q_left, h, lane, 0, HALF, lanes)
         read_query(q_thd, token, head0 + h, shared.q_right, h, lane, HALF, HALF, lanes)
-        if tail:
-            read_query(q_thd, token, head0 + h, shared.q_tail, h, lane, VALUES, tail, lanes)
     T.fence_proxy_async()
     T.cp_async_barrier_noinc(shared.q_ready)
 
@@ -123,44 +115,19 @@ def read_span(kv_pod, row, page, slot, target, now, j, lane, first, span, lanes)
 
 
 @T.macro
-def tell_copied(ready, now, loose):
-    """Arrive at a barrier with the copies that this thread has started."""
-    if loose:
-        T.cp_async_barrier_noinc(ready[now])
-    else:
-        T.ptx_commit_group()
-        T.ptx_wait_group(0)
-        T.fence_proxy_async()
-        T.barrier_arrive(ready[now])
-
-
-@T.macro
-def read_rows(kv_pod, shared, now, row, page, slot, first_row, lane, tail, loose, lanes):
+def read_rows(kv_pod, shared, now, row, page, slot, first_row, lane, lanes):
     """Bring a block of rows, each thread a part of as many as `lanes` threads share one.
 
-    `loose`: the copies arrive by themselves, and whoever multiplies their rows has to fence.
+    The copies arrive by themselves, so whoever multiplies their rows has to fence.
     """
     for g in T.unroll(KEYS // (GROUP // lanes)):
-        read_span(
-            kv_pod,
-            row[g],
-            page[g],
-            slot[g],
-            shared.key_left,
-            now,
-            g * (GROUP // lanes) + first_row,
-            lane,
-            0,
-            HALF,
-            lanes,
-        )
-    tell_copied(shared.left_ready, now, loose)
+        j = g * (GROUP // lanes) + first_row
+        read_span(kv_pod, row[g], page[g], slot[g], shared.key_left, now, j, lane, 0, HALF, lanes)
+    T.cp_async_barrier_noinc(shared.left_ready[now])
     for g in T.unroll(KEYS // (GROUP // lanes)):
         j = g * (GROUP // lanes) + first_row
         read_span(kv_pod, row[g], page[g], slot[g], shared.key_right, now, j, lane, HALF, HALF, lanes)
-        if tail:
-            read_span(kv_pod, row[g], page[g], slot[g], shared.key_tail, now, j, lane, VALUES, tail, lanes)
-    tell_copied(shared.right_ready, now, loose)
+    T.cp_async_barrier_noinc(shared.right_ready[now])
 
 
 @T.macro
@@ -170,36 +137,6 @@ def name_keys(shared, now, row, first_row, lane, lanes):
         if lane == 0:
             shared.is_key[now, g * (GROUP // lanes) + first_row] = T.if_then_else(row[g] >= 0, 1, 0)
     T.barrier_arrive(shared.named[now])
-
-
-@T.macro
-def score_block(shared, now, phase, score, block_top, scale_log2, tail, loose):
-    """Scores of a block in base 2, -inf where there is no key, and their maxima."""
-    T.barrier_wait(shared.left_ready[now], phase)
-    if loose:
-        T.fence_proxy_async()
-    T.wgmma_gemm(shared.q_left, shared.key_left[now, :, :], score, transpose_B=True, clear_accum=True)
-    T.barrier_wait(shared.right_ready[now], phase)
-    if loose:
-        T.fence_proxy_async()
-    T.wgmma_gemm(shared.q_right, shared.key_right[now, :, :], score, transpose_B=True)
-    if tail:
-        T.wgmma_gemm(shared.q_tail, shared.key_tail[now, :, :], score, transpose_B=True)
-    T.wait_wgmma(0)
-    T.barrier_wait(shared.named[now], phase)
-    for h, j in T.Parallel(HEADS, KEYS):
-        score[h, j] = T.if_then_else(shared.is_key[now, j] != 0, score[h, j] * scale_log2, -T.infinity(T.float32))
-    T.reduce_max(score, block_top, dim=1)
-
-
-@T.macro
-def weigh_block(score, block_top, top, block_total):
-    """Weights of a block and their sum, against the larger of its maximum and `top`, which becomes its maximum."""
-    for h in T.Parallel(HEADS):
-        block_top[h] = T.max(top[h], block_top[h])
-    for h, j in T.Parallel(HEADS, KEYS):
-        score[h, j] = T.exp2(score[h, j] - block_top[h])
-    T.reduce_sum(score, block_total, dim=1)
 
 
 @T.macro
@@ -237,78 +174,6 @@ def add_values(shared, now, phase, key_half, half_ready, sums, loose):
     if loose:
         T.fence_proxy_async()
     T.wgmma_gemm(shared.weight, key_half[now, :, :], sums)
-
-
-@T.macro
-def first_group(shared, blocks, scale_log2, left, score, top, total, shrink, block_top, block_total, tail, loose):
-    """Score the even blocks and sum the left half of the values; `top` and `total` end as those of the row."""
-    T.fill(top, LOWEST)
-    T.fill(total, 0.0)
-    T.fill(left, 0.0)
-    T.barrier_wait(shared.q_ready, 0)
-    T.fence_proxy_async()
-    for pair in T.serial(T.ceildiv(blocks, 2)):
-        phase = pair % 2
-        score_block(shared, 0, phase, score, block_top, scale_log2, tail, loose)
-        weigh_block(score, block_top, top, block_total)
-        for h in T.Parallel(HEADS):
-            shrink[h] = T.exp2(top[h] - block_top[h])
-            total[h] = total[h] * shrink[h] + block_total[h]
-            top[h] = block_top[h]
-        T.barrier_wait(shared.weight_free[1], phase ^ 1)  # the odd weights before
-        publish_block(shared, 0, score, top, total, shrink)
-        scale_sums(left, shrink)
-        add_values(shared, 0, phase, shared.key_left, shared.left_ready, left, loose)
-        T.wait_wgmma(0)
-        T.barrier_arrive(shared.weight_free[0])
-        T.barrier_arrive(shared.key_free[0])
-        if pair * 2 + 1 < blocks:
-            take_block(shared, 1, phase, top, total, shrink)
-            scale_sums(left, shrink)
-            add_values(shared, 1, phase, shared.key_left, shared.left_ready, left, loose)
-            T.wait_wgmma(0)
-            T.barrier_arrive(shared.key_free[1])
-
-
-@T.macro
-def second_group(
-    shared, blocks, scale_log2, right, score, top, total, shrink, block_top, block_total, own, tail, loose
-):
-    """Score the odd blocks and sum the right half of the values.
-
-    Weights are taken before the maximum of the even block is known, and then brought to the larger of both by `own`.
-    """
-    T.fill(top, LOWEST)
-    T.fill(total, 0.0)
-    T.fill(right, 0.0)
-    T.barrier_wait(shared.q_ready, 0)
-    T.fence_proxy_async()
-    for pair in T.serial(T.ceildiv(blocks, 2)):
-        phase = pair % 2
-        if pair * 2 + 1 < blocks:
-            score_block(shared, 1, phase, score, block_top, scale_log2, tail, loose)
-            weigh_block(score, block_top, top, block_total)
-        take_block(shared, 0, phase, top, total, shrink)
-        scale_sums(right, shrink)
-        add_values(shared, 0, phase, shared.key_right, shared.right_ready, right, loose)
-        if pair * 2 + 1 < blocks:
-            for h in T.Parallel(HEADS):
-                own[h] = T.exp2(block_top[h] - T.max(top[h], block_top[h]))
-                shrink[h] = T.exp2(top[h] - T.max(top[h], block_top[h]))
-                total[h] = total[h] * shrink[h] + block_total[h] * own[h]
-                top[h] = T.max(top[h], block_top[h])
-            for h, j in T.Parallel(HEADS, KEYS):
-                score[h, j] = score[h, j] * own[h]
-        T.wait_wgmma(0)
-        T.barrier_arrive(shared.key_free[0])
-        if pair * 2 + 1 < blocks:
-            T.barrier_wait(shared.weight_free[0], phase)  # the first group has read the even weights
-            publish_block(shared, 1, score, top, total, shrink)
-            scale_sums(right, shrink)
-            add_values(shared, 1, phase, shared.key_right, shared.right_ready, right, loose)
-            T.wait_wgmma(0)
-            T.barrier_arrive(shared.weight_free[1])
-            T.barrier_arrive(shared.key_free[1])
 
 
 @T.macro

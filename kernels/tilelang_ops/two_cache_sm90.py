@@ -1,14 +1,16 @@
 """Sparse attention over two caches on SM90: window rows or records, then compressed records, in one softmax.
 
-The roles are those of `roles_sm90.py`. The third group reads codes and scales of a block into registers while it
-writes those of the one before as bf16 keys to shared memory: the value of a code times its scale is exact there.
-Nothing is split, so a row has the same bits alone or in any batch, and the same from rows as from records.
+Records are those of V4.1 (528 and 288 bytes) and of V4 (584 bytes, a bf16 tail among them). The groups that multiply
+are those of `turns_sm90.py`. The third group copies codes and scales of half a block to shared memory while it writes
+the half before as bf16 keys: the value of a code times its scale is exact there. Nothing is split, so a row has the
+same bits alone or in any batch, and the same from rows as from records.
 """
 
 # mypy: disable-error-code="valid-type"
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang
 import torch
@@ -26,33 +28,74 @@ from .roles_sm90 import (
     VALUES,
     Roles,
     divide_sums,
-    first_group,
     name_keys,
     read_queries,
     read_rows,
-    second_group,
     shared_memory,
 )
+from .seesaw_sm90 import EXP2
+from .turns_sm90 import attend_half, group_registers
 
 LANES = 4  # threads that bring one row, 16 channels each at a time
 STEP = GROUP // LANES
 PASSES = KEYS // STEP  # rows of a block that a thread brings a part of
 PARTS = VALUES // (16 * LANES)  # sixteens of channels that it brings of each
-BYTES = {"e4m3": VALUES, "e2m1": VALUES // 2}
-SCALES = {"e4m3": VALUES // 32, "e2m1": VALUES // 16}
-WORDS = {"e4m3": 4, "e2m1": 2}  # of a part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a record holds."""
+
+    part: int  # bytes of sixteen codes
+    scales: int  # bytes of scales
+    coded: int = PARTS  # sixteens of codes that a thread brings; one behind them is bf16
+
+    @property
+    def data(self) -> int:
+        """Bytes of codes and of what is bf16."""
+        return LANES * (self.coded * self.part + (PARTS - self.coded) * 32)
+
+
+RECORDS = {
+    "e4m3": Record(part=16, scales=16),
+    "e2m1": Record(part=8, scales=32),
+    "v4": Record(part=16, scales=8, coded=PARTS - 1),
+}
+PIECES = PARTS + 2  # sixteens of bytes for what a thread brings of a row, and for its scales
+
+
+class Bringer(NamedTuple):
+    """What a thread that brings keys works with: a number for each of its rows, and the bytes of one of them."""
+
+    ahead: Any  # list entries of a later block
+    row: Any  # -1 for what is no key
+    page: Any
+    slot: Any
+    raw: Any  # what it brings of a row, in shared memory; only this thread reads what it copied
+    code: Any  # the same in registers: codes and bf16, then scales
+
+
+def bringer_memory() -> Bringer:
+    """Allocate it."""
+    ahead, row, page, slot = [T.alloc_local((PASSES,), T.int32) for _ in range(4)]
+    raw = T.alloc_shared((PIECES, GROUP, 16), T.uint8)
+    return Bringer(ahead, row, page, slot, raw, T.alloc_local((PIECES * 4,), T.uint32))
+
 
 # two instructions for a pair of codes, which no expression of the language lowers to
 DECODE = """
 #include <cuda_fp8.h>
 
-__device__ __forceinline__ void dt_read16(void *to, const void *at, bool is_key) {
-  *(uint4 *)to = is_key ? __ldg((const uint4 *)at) : make_uint4(0u, 0u, 0u, 0u);
+__device__ __forceinline__ void dt_wait_copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void dt_take(void *to, const void *at) {
+  uint4 *v = (uint4 *)to;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v->x), "=r"(v->y), "=r"(v->z), "=r"(v->w) : "r"((unsigned)__cvta_generic_to_shared(at)) : "memory");
 }
 
-__device__ __forceinline__ void dt_read8(void *to, const void *at, bool is_key) {
-  *(uint2 *)to = is_key ? __ldg((const uint2 *)at) : make_uint2(0u, 0u);
-}
+// no access to memory is moved over it: what is copied next must not wait for the decoding
+__device__ __forceinline__ void dt_order() { __syncwarp(); }
 
 // eight e2m1 codes and an e4m3 scale
 __device__ __forceinline__ void dt_put_e2m1(void *out, unsigned code, unsigned scale_byte) {
@@ -76,28 +119,196 @@ __device__ __forceinline__ void dt_put_e2m1(void *out, unsigned code, unsigned s
   *reinterpret_cast<uint4 *>(out) = all;
 }
 
+// four e4m3 codes, times a power of two
+__device__ __forceinline__ uint2 dt_scaled(unsigned code, __nv_bfloat162 scale) {
+  __half2 wide[2];
+  unsigned *bits = reinterpret_cast<unsigned *>(wide);
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+      : "=r"(bits[0]), "=r"(bits[1]) : "r"(code));
+  unsigned part[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 value = __half22float2(wide[i]);
+    *reinterpret_cast<__nv_bfloat162 *>(&part[i]) = __hmul2(__floats2bfloat162_rn(value.x, value.y), scale);
+  }
+  return make_uint2(part[0], part[1]);
+}
+
 // eight e4m3 codes and a UE8M0 scale
 __device__ __forceinline__ void dt_put_e4m3(void *out, unsigned low, unsigned high, unsigned scale_byte) {
-  const unsigned bits = scale_byte == 255u ? 0x7FC00000u : scale_byte == 0u ? 0x00400000u : scale_byte << 23;
-  const float scale = __uint_as_float(bits);
-  unsigned part[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const unsigned code = (i < 2 ? low : high) >> (16 * (i & 1));
-    const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(code & 0xFFFFu), __NV_E4M3);
-    const float2 value = __half22float2(__half2(wide));
-    __nv_bfloat162 narrow = __floats2bfloat162_rn(value.x * scale, value.y * scale);
-    part[i] = *reinterpret_cast<unsigned *>(&narrow);
-  }
-  *reinterpret_cast<uint4 *>(out) = make_uint4(part[0], part[1], part[2], part[3]);
+  // as bf16: 2^-127 of the byte 0 and the NaN of the byte 255 have the bit below the exponent
+  const unsigned one = (scale_byte << 7) | (((scale_byte + 1u) & 0xFEu) == 0u ? 0x40u : 0u);
+  unsigned both = __byte_perm(one, one, 0x1010);
+  const __nv_bfloat162 scale = *reinterpret_cast<__nv_bfloat162 *>(&both);
+  const uint2 first = dt_scaled(low, scale), second = dt_scaled(high, scale);
+  *reinterpret_cast<uint4 *>(out) = make_uint4(first.x, first.y, second.x, second.y);
+}
+
+// eight bf16 values
+__device__ __forceinline__ void dt_put_bf16(void *out, unsigned a, unsigned b, unsigned c, unsigned d) {
+  *reinterpret_cast<uint4 *>(out) = make_uint4(a, b, c, d);
 }
 """
+
+
+def scale_piece(kind):
+    """Which piece the scales begin at."""
+    return PARTS + (RECORDS[kind].coded < PARTS)
+
+
+def scale_of(kind, mine, u, lane):
+    """The scale byte of a part of a row."""
+    word, byte = {"e4m3": (u // 2, u % 2 * 2 + lane // 2), "e2m1": (u, lane), "v4": (u // 4, u % 4)}[kind]
+    return mine.code[scale_piece(kind) * 4 + word] >> T.cast(8 * byte, T.uint32) & T.uint32(255)
+
+
+@T.macro
+def name_rows(mine, idx_tk, token, block, entries, first):
+    """Start reading which rows of a block this thread brings a part of."""
+    for g in T.unroll(PASSES):
+        entry = block * KEYS + g * STEP + first
+        mine.ahead[g] = T.if_then_else(entry < entries, idx_tk[token, entry], -1)
+
+
+@T.macro
+def find_rows(mine, held, slots):
+    """Page and slot of the named rows; -1 for what the cache does not hold."""
+    for g in T.unroll(PASSES):
+        mine.row[g] = T.if_then_else(mine.ahead[g] < held, mine.ahead[g], -1)
+        mine.page[g] = T.truncdiv(T.max(mine.row[g], 0), slots)
+        mine.slot[g] = T.max(mine.row[g], 0) - mine.page[g] * slots
+
+
+@T.macro
+def copy_run(mine, piece, pages_pb, page, at, size, step, is_key, me):
+    """Start copying a run of bytes of a record, `step` at a time; zeros where there is no key."""
+    for i in T.unroll(size // step):
+        T.call_extern(
+            "handle",
+            "tl::cp_async_gs_conditional<16>" if step == 16 else "tl::cp_async_gs_conditional<8>",
+            T.address_of(mine.raw[piece + i * step // 16, me, i * step % 16]),
+            T.address_of(pages_pb[page, at + i * step]),
+            is_key,
+        )
+
+
+@T.macro
+def copy_record(mine, g, pages_pb, kind, sectioned, slots, lane, me):
+    """Start copying this thread's parts and the scales of one of its records; those of the row -1 are zero."""
+    fmt = RECORDS[kind]
+    coded = fmt.coded * LANES * fmt.part
+    step = 16 if sectioned or kind != "v4" else 8  # records of 584 bytes lie at multiples of 8
+    page, is_key = mine.page[g], mine.row[g] >= 0
+    data = mine.slot[g] * (fmt.data if sectioned else fmt.data + fmt.scales)
+    scale = slots * fmt.data + mine.slot[g] * fmt.scales if sectioned else data + coded
+    tail = data + coded if sectioned else scale + fmt.scales
+    for u in T.unroll(fmt.coded):
+        copy_run(
+            mine, u, pages_pb, page, data + (u * LANES + lane) * fmt.part, fmt.part, min(step, fmt.part), is_key, me
+        )
+    if fmt.coded < PARTS:
+        copy_run(mine, fmt.coded, pages_pb, page, tail + lane * 32, 32, step, is_key, me)
+    copy_run(mine, scale_piece(kind), pages_pb, page, scale, fmt.scales, min(16, fmt.scales), is_key, me)
+    T.call_extern("handle", "dt_order")
+
+
+@T.macro
+def take_record(mine, me):
+    """Wait for what was copied last, and take it into registers."""
+    T.call_extern("handle", "dt_wait_copied")
+    for i in T.unroll(PIECES):
+        T.call_extern("handle", "dt_take", T.address_of(mine.code[i * 4]), T.address_of(mine.raw[i, me, 0]))
+    T.call_extern("handle", "dt_order")
+
+
+@T.macro
+def put_codes(target, mine, kind, u0, parts, now, j, lane):
+    """Write coded parts from `u0` on to half a key in shared memory, as bf16."""
+    for v in T.unroll(parts):
+        u = u0 + v
+        at, word, code = (v * LANES + lane) * 16, u * 4, mine.code
+        low, high = T.address_of(target[now, j, at]), T.address_of(target[now, j, at + 8])
+        scale = scale_of(kind, mine, u, lane)
+        if kind == "e2m1":
+            T.call_extern("handle", "dt_put_e2m1", low, code[word], scale)
+            T.call_extern("handle", "dt_put_e2m1", high, code[word + 1], scale)
+        else:
+            T.call_extern("handle", "dt_put_e4m3", low, code[word], code[word + 1], scale)
+            T.call_extern("handle", "dt_put_e4m3", high, code[word + 2], code[word + 3], scale)
+
+
+@T.macro
+def put_tail(target, mine, u, now, j, lane):
+    """Write the bf16 part `u` of the right half of a key."""
+    for v in T.unroll(2):
+        word, code = (PARTS // 2 + u) * 4 + v * 4, mine.code
+        T.call_extern(
+            "handle",
+            "dt_put_bf16",
+            T.address_of(target[now, j, (u * LANES + lane) * 16 + v * 8]),
+            code[word],
+            code[word + 1],
+            code[word + 2],
+            code[word + 3],
+        )
+
+
+@T.macro
+def put_record(shared, mine, kind, now, j, lane):
+    """Write this thread's part of a key to shared memory, as bf16."""
+    right = RECORDS[kind].coded - PARTS // 2
+    put_codes(shared.key_left, mine, kind, 0, PARTS // 2, now, j, lane)
+    put_codes(shared.key_right, mine, kind, PARTS // 2, right, now, j, lane)
+    if right < PARTS // 2:
+        put_tail(shared.key_right, mine, right, now, j, lane)
+
+
+@T.macro
+def bring_rows(shared, mine, rows_pod, held, slots, idx_tk, token, entries, first, lane):
+    """Copy the listed rows, block by block from the first on, which has been named."""
+    for block in T.serial(T.ceildiv(entries, KEYS)):
+        now = block % 2
+        find_rows(mine, held, slots)
+        name_rows(mine, idx_tk, token, block + 1, entries, first)
+        T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
+        name_keys(shared, now, mine.row, first, lane, LANES)
+        read_rows(rows_pod, shared, now, mine.row, mine.page, mine.slot, first, lane, LANES)
+
+
+@T.macro
+def bring_records(shared, mine, pages_pb, kind, sectioned, held, slots, idx_tk, token, entries, done, first, lane):
+    """Decode the listed records, block by block behind the blocks that are `done`; the first has been named.
+
+    While half a block is decoded the next half is copied. The loads are no loads into registers, because the compiler
+    lets whoever waits for one of those wait for all.
+    """
+    me = T.get_thread_binding() - 2 * GROUP
+    find_rows(mine, held, slots)
+    copy_record(mine, 0, pages_pb, kind, sectioned, slots, lane, me)
+    name_rows(mine, idx_tk, token, 1, entries, first)
+    for i in T.serial(T.ceildiv(entries, KEYS)):
+        now, turn = (done + i) % 2, (done + i) // 2 % 2
+        take_record(mine, me)
+        copy_record(mine, 1, pages_pb, kind, sectioned, slots, lane, me)
+        T.barrier_wait(shared.key_free[now], turn ^ 1)
+        name_keys(shared, now, mine.row, first, lane, LANES)
+        put_record(shared, mine, kind, now, first, lane)
+        take_record(mine, me)
+        find_rows(mine, held, slots)
+        copy_record(mine, 0, pages_pb, kind, sectioned, slots, lane, me)
+        name_rows(mine, idx_tk, token, i + 2, entries, first)
+        T.barrier_wait(shared.key_free[now], turn ^ 1)  # is over: keeps the compiler from decoding before it copies
+        put_record(shared, mine, kind, now, STEP + first, lane)
+        T.fence_proxy_async()
+        T.barrier_arrive(shared.left_ready[now])
+        T.barrier_arrive(shared.right_ready[now])
+    T.call_extern("handle", "dt_wait_copied")  # the zeros behind the last block
 
 
 def two_cache_program(
     num_heads: int, window: str, main: str, *, sectioned: bool, has_sink: bool, roles: Roles | None = None
 ):
-    """The program for any number of tokens, list entries and pages; `window` is "rows" or a code, `main` a code.
+    """The program for any number of tokens, list entries and pages; `window` is "rows" or a kind of record.
 
     Raises:
         NotImplementedError: heads are no multiple of the tile.
@@ -116,73 +327,6 @@ def two_cache_program(
     else:
         window_type = T.StridedTensor((window_pages, window_width), (window_stride, 1), T.uint8)
 
-    @T.macro
-    def name_rows(window_idx_tk, main_idx_tk, token, block, window_blocks, ahead, first):
-        """Start reading which rows of a block this thread brings a part of."""
-        for g in T.unroll(PASSES):
-            entry = block * KEYS + g * STEP + first
-            later = entry - window_blocks * KEYS
-            if block < window_blocks:
-                ahead[g] = T.if_then_else(entry < window_entries, window_idx_tk[token, entry], -1)
-            else:
-                ahead[g] = T.if_then_else(later < main_entries, main_idx_tk[token, later], -1)
-
-    @T.macro
-    def find_rows(in_window, page_slots, main_slots, ahead, row, page, slot):
-        """Page and slot of the named rows; -1 for what no cache holds."""
-        bound = T.if_then_else(in_window, window_pages * page_slots, main_pages * main_slots)
-        slots = T.if_then_else(in_window, page_slots, main_slots)
-        for g in T.unroll(PASSES):
-            row[g] = T.if_then_else(ahead[g] < bound, ahead[g], -1)
-            page[g] = T.truncdiv(T.max(row[g], 0), slots)
-            slot[g] = T.max(row[g], 0) - page[g] * slots
-
-    @T.macro
-    def read_record(pages_pb, kind, row, page, slot, slots, lane, code, sf, g):
-        """Start reading this thread's codes and the scales of a record; those of the row -1 are zero."""
-        size, scales, words = BYTES[kind], SCALES[kind], WORDS[kind]
-        data = slot * size if sectioned else slot * (size + scales)
-        scale = slots * size + slot * scales if sectioned else data + size
-        for u in T.unroll(PARTS):
-            T.call_extern(
-                "handle",
-                "dt_read16" if kind == "e4m3" else "dt_read8",
-                T.address_of(code[(g * PARTS + u) * 4]),
-                T.address_of(pages_pb[page, data + (u * LANES + lane) * 4 * words]),
-                row >= 0,
-            )
-        for w in T.unroll(scales // 16):
-            T.call_extern(
-                "handle",
-                "dt_read16",
-                T.address_of(sf[g * 8 + w * 4]),
-                T.address_of(pages_pb[page, scale + 16 * w]),
-                row >= 0,
-            )
-
-    @T.macro
-    def put_half(target, kind, first, now, j, lane, code, sf, g):
-        """Write this thread's parts from `first` on to half a key in shared memory, as bf16."""
-        for v in T.unroll(PARTS // 2):
-            u = first + v
-            at, word = (v * LANES + lane) * 16, (g * PARTS + u) * 4
-            low, high = T.address_of(target[now, j, at]), T.address_of(target[now, j, at + 8])
-            if kind == "e4m3":
-                shift = T.cast(8 * (u % 2 * 2 + lane // 2), T.uint32)
-                scale = sf[g * 8 + u // 2] >> shift & T.uint32(255)
-                T.call_extern("handle", "dt_put_e4m3", low, code[word], code[word + 1], scale)
-                T.call_extern("handle", "dt_put_e4m3", high, code[word + 2], code[word + 3], scale)
-            else:
-                scale = sf[g * 8 + u] >> T.cast(8 * lane, T.uint32) & T.uint32(255)
-                T.call_extern("handle", "dt_put_e2m1", low, code[word], scale)
-                T.call_extern("handle", "dt_put_e2m1", high, code[word + 1], scale)
-
-    @T.macro
-    def put_record(shared, kind, now, j, lane, code, sf, g):
-        """Write this thread's part of a key to shared memory, as bf16."""
-        put_half(shared.key_left, kind, 0, now, j, lane, code, sf, g)
-        put_half(shared.key_right, kind, PARTS // 2, now, j, lane, code, sf, g)
-
     @T.prim_func
     def two_cache_attn(
         q_thd: T.Tensor((tokens, num_heads, VALUES), T.bfloat16),
@@ -198,32 +342,10 @@ def two_cache_program(
         main_slots: T.int32,
     ):
         with T.Kernel(tokens * tiles, threads=THREADS) as program:
-            T.import_source(DECODE)
-            shared = shared_memory(0)
-            left = T.alloc_fragment((HEADS, HALF), T.float32)
-            right = T.alloc_fragment((HEADS, HALF), T.float32)
-            score = T.alloc_fragment((HEADS, KEYS), T.float32)
-            score_right = T.alloc_fragment((HEADS, KEYS), T.float32)
-            top = T.alloc_fragment((HEADS,), T.float32)
-            top_right = T.alloc_fragment((HEADS,), T.float32)
-            total = T.alloc_fragment((HEADS,), T.float32)
-            total_right = T.alloc_fragment((HEADS,), T.float32)
-            shrink = T.alloc_fragment((HEADS,), T.float32)
-            shrink_right = T.alloc_fragment((HEADS,), T.float32)
-            block_top = T.alloc_fragment((HEADS,), T.float32)
-            block_top_right = T.alloc_fragment((HEADS,), T.float32)
-            block_total = T.alloc_fragment((HEADS,), T.float32)
-            block_total_right = T.alloc_fragment((HEADS,), T.float32)
-            own = T.alloc_fragment((HEADS,), T.float32)
-            ahead = T.alloc_local((PASSES,), T.int32)
-            row = T.alloc_local((PASSES,), T.int32)
-            page = T.alloc_local((PASSES,), T.int32)
-            slot = T.alloc_local((PASSES,), T.int32)
-            next_row = T.alloc_local((PASSES,), T.int32)
-            next_page = T.alloc_local((PASSES,), T.int32)
-            next_slot = T.alloc_local((PASSES,), T.int32)
-            code = T.alloc_local((PASSES * PARTS * 4,), T.uint32)
-            sf = T.alloc_local((PASSES * 8,), T.uint32)
+            T.import_source(DECODE + EXP2)
+            shared = shared_memory()
+            left, right = group_registers(), group_registers()
+            mine = bringer_memory()
 
             # 1. which token and heads this program owns
             token = program // tiles
@@ -235,102 +357,66 @@ def two_cache_program(
             if thread < GROUP:
                 # 2. even blocks, the left half of the values
                 T.set_max_nreg(roles.multiply, 1)
-                first_group(
-                    shared,
-                    blocks,
-                    scale_log2,
-                    left,
-                    score,
-                    top,
-                    total,
-                    shrink,
-                    block_top,
-                    block_total,
-                    0,
-                    window == "rows",
-                )
+                attend_half(shared, left, blocks, scale_log2, 0, shared.key_left, shared.left_ready, window == "rows")
                 for h in T.Parallel(HEADS):
-                    lse_th[token, head0 + h] = (top[h] + T.log2(total[h])) * LN_2
-                divide_sums(left, top, total, shrink, sink_h, head0, has_sink)
-                T.copy(left, shared.q_left)
+                    lse_th[token, head0 + h] = (left.top[h] + T.log2(left.total[h])) * LN_2
+                divide_sums(left.sums, left.top, left.total, left.shrink, sink_h, head0, has_sink)
+                T.copy(left.sums, shared.q_left)
                 T.copy(shared.q_left, out_thd[token, head0 : head0 + HEADS, 0:HALF])
             elif thread < 2 * GROUP:
                 # 3. odd blocks, the right half
                 T.set_max_nreg(roles.multiply, 1)
-                second_group(
-                    shared,
-                    blocks,
-                    scale_log2,
-                    right,
-                    score_right,
-                    top_right,
-                    total_right,
-                    shrink_right,
-                    block_top_right,
-                    block_total_right,
-                    own,
-                    0,
-                    window == "rows",
+                attend_half(
+                    shared, right, blocks, scale_log2, 1, shared.key_right, shared.right_ready, window == "rows"
                 )
-                divide_sums(right, top_right, total_right, shrink_right, sink_h, head0, has_sink)
-                T.copy(right, shared.q_right)
+                divide_sums(right.sums, right.top, right.total, right.shrink, sink_h, head0, has_sink)
+                T.copy(right.sums, shared.q_right)
                 T.copy(shared.q_right, out_thd[token, head0 : head0 + HEADS, HALF:VALUES])
             else:
                 # 4. the queries, then the keys of block after block
                 T.set_max_nreg(roles.bring, 0)
                 lane = (thread - 2 * GROUP) % LANES
                 first = (thread - 2 * GROUP) // LANES
-                for local in (code, sf):
-                    T.clear(local)
-                name_rows(window_idx_tk, main_idx_tk, token, 0, window_blocks, ahead, first)
-                find_rows(window_blocks > 0, page_slots, main_slots, ahead, row, page, slot)
-                name_rows(window_idx_tk, main_idx_tk, token, 1, window_blocks, ahead, first)
-                for g in T.unroll(PASSES):
-                    if window_blocks == 0:
-                        read_record(main_pb, main, row[g], page[g], slot[g], main_slots, lane, code, sf, g)
-                    elif window != "rows":
-                        read_record(window_rows, window, row[g], page[g], slot[g], page_slots, lane, code, sf, g)
-                read_queries(q_thd, token, head0, shared, first, lane, 0, LANES)
-                for block in T.serial(blocks):
-                    now = block % 2
-                    find_rows(block + 1 < window_blocks, page_slots, main_slots, ahead, next_row, next_page, next_slot)
-                    name_rows(window_idx_tk, main_idx_tk, token, block + 2, window_blocks, ahead, first)
-                    T.barrier_wait(shared.key_free[now], block // 2 % 2 ^ 1)
-                    name_keys(shared, now, row, first, lane, LANES)
-                    if window == "rows" and block < window_blocks:
-                        read_rows(window_rows, shared, now, row, page, slot, first, lane, 0, True, LANES)
-                    # a part of the next block is read as soon as its registers are free
-                    for g in T.unroll(PASSES):
-                        j = g * STEP + first
-                        if block >= window_blocks:
-                            put_record(shared, main, now, j, lane, code, sf, g)
-                        elif window != "rows":
-                            put_record(shared, window, now, j, lane, code, sf, g)
-                        if block + 1 >= window_blocks:
-                            read_record(
-                                main_pb, main, next_row[g], next_page[g], next_slot[g], main_slots, lane, code, sf, g
-                            )
-                        elif window != "rows":
-                            read_record(
-                                window_rows,
-                                window,
-                                next_row[g],
-                                next_page[g],
-                                next_slot[g],
-                                page_slots,
-                                lane,
-                                code,
-                                sf,
-                                g,
-                            )
-                    if window != "rows" or block >= window_blocks:
-                        T.fence_proxy_async()
-                        T.barrier_arrive(shared.left_ready[now])
-                        T.barrier_arrive(shared.right_ready[now])
-                    for g in T.unroll(PASSES):
-                        row[g] = next_row[g]
-                        page[g] = next_page[g]
-                        slot[g] = next_slot[g]
+                T.clear(mine.code)
+                name_rows(mine, window_idx_tk, token, 0, window_entries, first)
+                read_queries(q_thd, token, head0, shared, first, lane, LANES)
+                held = window_pages * page_slots
+                if window == "rows":
+                    bring_rows(
+                        shared, mine, window_rows, held, page_slots, window_idx_tk, token, window_entries, first, lane
+                    )
+                else:
+                    bring_records(
+                        shared,
+                        mine,
+                        window_rows,
+                        window,
+                        sectioned,
+                        held,
+                        page_slots,
+                        window_idx_tk,
+                        token,
+                        window_entries,
+                        0,
+                        first,
+                        lane,
+                    )
+                name_rows(mine, main_idx_tk, token, 0, main_entries, first)
+                bring_records(
+                    shared,
+                    mine,
+                    main_pb,
+                    main,
+                    sectioned,
+                    main_pages * main_slots,
+                    main_slots,
+                    main_idx_tk,
+                    token,
+                    main_entries,
+                    window_blocks,
+                    first,
+                    lane,
+                )
 
     return two_cache_attn
 

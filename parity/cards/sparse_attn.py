@@ -496,9 +496,13 @@ def wide_pairs() -> list[PairCase]:
 
 
 def v4_pairs() -> list[PairCase]:
-    """What FlashMLA takes of V4: lists of several 64-key blocks, which it splits by the batch, holes, a sink, a NaN."""
+    """What FlashMLA takes of V4: lists of several 64-key blocks, which it splits by the batch, holes, a sink, a NaN.
+
+    And pages that it does not take.
+    """
     return [
         V4,
+        _pair(V4, layout="interleaved", ring=10, page=6, window=70, main=200, tokens=2),
         _pair(V4, heads=128, main=200, tokens=2),
         _pair(V4, holes="leading", regime="mean1", tokens=2),
         _pair(V4, holes="bad", sink="extreme", regime="flat", tokens=1),
@@ -791,8 +795,8 @@ DECODE = Op(
 
 def outside_specialised_pair(case: PairCase) -> str | None:
     """Why the kernel with specialised warps does not take a case."""
-    fits = case.heads % 64 == 0 and case.channels == 512 and case.dtype == "bf16" and case.main_format != "v4"
-    return None if fits else "64·n heads of 512 channels of V4.1 with bf16 output only"
+    fits = case.heads % 64 == 0 and case.channels == 512 and case.dtype == "bf16"
+    return None if fits else "64·n heads of 512 channels with bf16 output only"
 
 
 def outside_flash_mla_pair(case: PairCase) -> str | None:
@@ -923,6 +927,13 @@ TWO_DECODE = Op(
             kernel="deeptwin.kernels.tilelang_ops.two_cache_sm90:two_cache_program",
             launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:sm90_two_decode",
             expect={"sm90": Expect(mma="wgmma", max_stack=16, reason="two addresses are put aside before the loop")},
+        ),
+        BuildCase(
+            name="tilelang-specialised-h64-v4",
+            dsl="tilelang",
+            kernel="deeptwin.kernels.tilelang_ops.two_cache_sm90:two_cache_program",
+            launch="deeptwin.parity.builds.launches.sparse_attn_tilelang:sm90_two_decode_v4",
+            expect={"sm90": Expect(mma="wgmma")},
         ),
         BuildCase(
             name="h64-d512-fp8-sectioned",

@@ -52,3 +52,10 @@ def sm90_two_decode() -> Any:
     from deeptwin.kernels.tilelang_ops.two_cache_sm90 import two_cache_program
 
     return two_cache_program(64, "e4m3", "e2m1", sectioned=False, has_sink=True)
+
+
+def sm90_two_decode_v4() -> Any:
+    """V4 decode by specialised warps: records of 584 bytes in both caches, in sectioned pages."""
+    from deeptwin.kernels.tilelang_ops.two_cache_sm90 import two_cache_program
+
+    return two_cache_program(64, "v4", "v4", sectioned=True, has_sink=True)
