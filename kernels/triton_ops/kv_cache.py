@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .quant import e2m1_codes, e2m1_value, e4m3_value, output_buffer, quotient, ue8m0_value
+from .quant import e2m1_codes, e2m1_value, e4m3_value, output_buffer, quotient, share_of, ue8m0_byte, ue8m0_value
 from .rope import difference_of_products
 from .split_softmax import arch_of
 
@@ -89,25 +89,23 @@ def _e4m3_byte(x, BITS: tl.constexpr):
 @triton.jit
 def _e2m1_values(byte, BITS: tl.constexpr):
     """The fp32 values of the two e2m1 codes of a byte, the low nibble first."""
+    byte = byte.to(tl.int32)
     if BITS:
-        byte = byte.to(tl.int32)
         low, high = e2m1_value(byte & 15), e2m1_value(byte >> 4)
     else:
-        # two bits of exponent and one of mantissa stand in an e4m3 code of a 64th of the value
-        low = e4m3_value(((byte & 7) << 2) | ((byte & 8) << 4), BITS) * 64.0
-        high = e4m3_value(((byte >> 2) & 0x1C) | (byte & 0x80), BITS) * 64.0
+        # exponent and mantissa at the top of an fp32 number whose exponents begin at -126: its subnormals are theirs
+        low = ((byte << 22) & 0x01C00000) | ((byte << 28) & -0x80000000)
+        high = ((byte << 18) & 0x01C00000) | ((byte << 24) & -0x80000000)
+        low = low.to(tl.float32, bitcast=True) * 2.0**126
+        high = high.to(tl.float32, bitcast=True) * 2.0**126
     return low, high
 
 
 @triton.jit
 def _scale_byte(amax, floor, MAX: tl.constexpr, E4M3_SCALE: tl.constexpr, BITS: tl.constexpr):
     """The byte of the scale of groups whose largest magnitude is `amax`."""
-    exact = tl.div_rn(tl.maximum(amax, floor), MAX)
-    # up to a power of two by the exponent field; exact is a normal number, the floor sees to it
-    byte = ((exact.to(tl.int32, bitcast=True) - 1) >> 23) + 1
-    if E4M3_SCALE:
-        byte = _e4m3_byte(exact, BITS)
-    return byte
+    amax = tl.maximum(amax, floor)
+    return _e4m3_byte(share_of(amax, MAX), BITS) if E4M3_SCALE else ue8m0_byte(amax, MAX)
 
 
 @triton.jit
@@ -117,11 +115,11 @@ def _scale_value(byte, E4M3_SCALE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _place(slot, is_inside, page_slots, stride_page):
+def _place(slot, is_inside, PAGE_SLOTS: tl.constexpr, stride_page):
     """Where the page of a slot begins, and the slot's number in it; slots outside count as slot 0."""
     slot = tl.where(is_inside, slot, 0).to(tl.int32)  # a 64-bit division is a call
-    page = slot // page_slots
-    return page.to(tl.int64) * stride_page, (slot - page * page_slots).to(tl.int64)
+    page = slot // PAGE_SLOTS
+    return page.to(tl.int64) * stride_page, (slot - page * PAGE_SLOTS).to(tl.int64)
 
 
 @triton.jit
@@ -139,7 +137,8 @@ def _store_groups(
     BITS: tl.constexpr,
 ):
     """Write codes and scales of groups [ROWS, GROUP]; returns what they stand for, in fp32."""
-    byte = _scale_byte(tl.max(tl.abs(x), axis=1), floor, MAX, E4M3_SCALE, BITS)
+    wide = x.to(tl.float32)
+    byte = _scale_byte(tl.max(tl.abs(wide), axis=1), floor, MAX, E4M3_SCALE, BITS)
     tl.store(scale_at, byte.to(tl.uint8), mask=is_stored)
     scale = _scale_value(byte, E4M3_SCALE, BITS)[:, None]
     scale_kind: tl.constexpr = "e4m3" if E4M3_SCALE else "ue8m0"
@@ -151,7 +150,7 @@ def _store_groups(
         tl.store(at, (even | (odd << 4)).to(tl.uint8), mask=is_stored[:, None])
         value = e2m1_value(codes) * scale
     else:
-        codes = _e4m3_byte(quotient(x, scale, scale_kind, False), BITS)
+        codes = _e4m3_byte(quotient(wide, scale, scale_kind, 2 if x.dtype == tl.float32 else 1), BITS)
         at = codes_at[:, None] + tl.arange(0, GROUP)[None, :]
         tl.store(at, codes.to(tl.uint8), mask=is_stored[:, None])
         value = e4m3_value(codes, BITS) * scale
@@ -165,7 +164,6 @@ def _store_records(
     cache_ptr,
     num_groups,
     num_entries,
-    page_slots,
     stride_xt,
     stride_xd,
     stride_s,
@@ -174,6 +172,7 @@ def _store_records(
     scale_start,
     scale_step,
     floor,
+    PAGE_SLOTS: tl.constexpr,
     ROW_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -188,11 +187,11 @@ def _store_records(
     row, part = group // ROW_GROUPS, group % ROW_GROUPS
     slot = tl.load(slots_ptr + row * stride_s, mask=group < num_groups, other=-1).to(tl.int64)
     is_stored = (slot >= 0) & (slot < num_entries)
-    page_at, slot = _place(slot, is_stored, page_slots, stride_page)
+    page_at, slot = _place(slot, is_stored, PAGE_SLOTS, stride_page)
     # 2. rows that are not stored are not read
     x_ptrs = (x_ptr + row * stride_xt + part * GROUP * stride_xd)[:, None]
     x_ptrs += tl.arange(0, GROUP).to(tl.int64)[None, :] * stride_xd
-    x = tl.load(x_ptrs, mask=is_stored[:, None], other=0.0).to(tl.float32)
+    x = tl.load(x_ptrs, mask=is_stored[:, None], other=0.0)
     # 3. codes and scales
     codes_at = cache_ptr + page_at + slot * code_step + part * GROUP_BYTES
     scale_at = cache_ptr + page_at + scale_start + slot * scale_step + part
@@ -206,12 +205,12 @@ def _load_records(
     x_ptr,
     num_groups,
     num_entries,
-    page_slots,
     stride_s,
     stride_page,
     code_step,
     scale_start,
     scale_step,
+    PAGE_SLOTS: tl.constexpr,
     ROW_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -225,7 +224,7 @@ def _load_records(
     row, part = group // ROW_GROUPS, group % ROW_GROUPS
     slot = tl.load(slots_ptr + row.to(tl.int64) * stride_s, mask=group < num_groups, other=-1).to(tl.int64)
     is_there = (slot >= 0) & (slot < num_entries)
-    page_at, slot = _place(slot, is_there, page_slots, stride_page)
+    page_at, slot = _place(slot, is_there, PAGE_SLOTS, stride_page)
     # 2. scales and codes; what no slot names is zero and was never read
     scale_at = cache_ptr + page_at + scale_start + slot * scale_step + part
     scale = _scale_value(tl.load(scale_at, mask=is_there, other=0), E4M3_SCALE, BITS)[:, None]
@@ -242,26 +241,14 @@ def _load_records(
 
 
 @triton.jit
-def _normed(x, rstd, weight_ptr, channel, stride_w):
-    """Channels of a normalised row, rounded to bf16."""
-    weight = tl.load(weight_ptr + channel * stride_w).to(tl.float32)
-    return (x.to(tl.float32) * rstd * weight).to(tl.bfloat16).to(tl.float32)
+def _normed(x, rstd, weight):
+    """Channels of a normalised row."""
+    return (x.to(tl.float32) * rstd * weight.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def normed_row(x_ptr, weight_ptr, stride_xd, stride_w, width, eps, CHANNELS: tl.constexpr):
-    """The normalised channels of a row, read once, and what they were multiplied with."""
-    # the sum is one-dimensional, so its order is that of the width alone
-    channel = tl.arange(0, CHANNELS).to(tl.int64)
-    x = tl.load(x_ptr + channel * stride_xd).to(tl.float32)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps)
-    return _normed(x, rstd, weight_ptr, channel, stride_w), rstd
-
-
-@triton.jit
-def turned_tail(
+def normed_row(
     x_ptr,
-    rstd,
     weight_ptr,
     table_ptr,
     position,
@@ -270,25 +257,32 @@ def turned_tail(
     stride_w,
     stride_ts,
     stride_tr,
+    width,
+    eps,
     CHANNELS: tl.constexpr,
     TAIL: tl.constexpr,
     ROTARY: tl.constexpr,
 ):
-    """The last TAIL channels of a row, normalised, and of these the last ROTARY rotated."""
-    # 1. every channel and the other one of its pair
+    """The normalised channels of a row, and its last TAIL again, of which the last ROTARY are rotated; both in bf16."""
+    # 1. all that is read, before anything waits for it; a position outside the table gives NaN, not a stray read
+    channel = tl.arange(0, CHANNELS).to(tl.int64)
+    x, weight = tl.load(x_ptr + channel * stride_xd), tl.load(weight_ptr + channel * stride_w)
     channel = CHANNELS - TAIL + tl.arange(0, TAIL).to(tl.int64)
-    partner = channel ^ 1
-    own = _normed(tl.load(x_ptr + channel * stride_xd), rstd, weight_ptr, channel, stride_w)
-    other = _normed(tl.load(x_ptr + partner * stride_xd), rstd, weight_ptr, partner, stride_w)
-    # 2. a position outside the table gives NaN instead of a stray read
-    is_turned = channel >= CHANNELS - ROTARY
-    is_known = is_turned & (position >= 0) & (position < num_positions)
-    table_ptrs = table_ptr + position * stride_ts + (channel - (CHANNELS - ROTARY)) // 2 * stride_tr
+    tail, tail_weight = tl.load(x_ptr + channel * stride_xd), tl.load(weight_ptr + channel * stride_w)
+    pair = tl.arange(0, TAIL // 2).to(tl.int64) - (TAIL - ROTARY) // 2
+    is_known = (pair >= 0) & (position >= 0) & (position < num_positions)
+    table_ptrs = table_ptr + position * stride_ts + pair * stride_tr
     cos = tl.load(table_ptrs, mask=is_known, other=float("nan"))
     sin = tl.load(table_ptrs + (ROTARY // 2) * stride_tr, mask=is_known, other=float("nan"))
-    other = tl.where(channel % 2 == 0, other, other * -1.0)
-    rotated = difference_of_products(own, cos, other, sin).to(tl.bfloat16).to(tl.float32)
-    return tl.where(is_turned, rotated, own)
+    # 2. the sum is one-dimensional, so its order is that of the width alone
+    wide = x.to(tl.float32)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=0) / width + eps)
+    # 3. the rotation of neighbours
+    even, odd = tl.split(tl.reshape(_normed(tail, rstd, tail_weight).to(tl.float32), [TAIL // 2, 2]))
+    turned_even = tl.where(pair < 0, even, difference_of_products(even, cos, odd, sin))
+    turned_odd = tl.where(pair < 0, odd, difference_of_products(odd, cos, even * -1.0, sin))
+    turned = tl.reshape(tl.join(turned_even, turned_odd), [TAIL])
+    return _normed(x, rstd, weight), turned.to(tl.bfloat16)
 
 
 @triton.jit
@@ -301,7 +295,6 @@ def _norm_rope_store(
     cache_ptr,
     tap_ptr,
     num_entries,
-    page_slots,
     num_positions,
     stride_xt,
     stride_xd,
@@ -317,6 +310,7 @@ def _norm_rope_store(
     width,
     eps,
     floor,
+    PAGE_SLOTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAIL: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -335,15 +329,12 @@ def _norm_rope_store(
     position = tl.load(positions_ptr + row * stride_p).to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_s).to(tl.int64)
     is_stored = (slot >= 0) & (slot < num_entries)
-    page_at, slot = _place(slot, is_stored, page_slots, stride_page)
+    page_at, slot = _place(slot, is_stored, PAGE_SLOTS, stride_page)
     codes_at = cache_ptr + page_at + slot * code_step
     scale_at = cache_ptr + page_at + scale_start + slot * scale_step
     # 2. the row, normalised, and its tail, rotated
-    x_ptr += row * stride_xt
-    own, rstd = normed_row(x_ptr, weight_ptr, stride_xd, stride_w, width, eps, CHANNELS)
-    turned = turned_tail(
-        x_ptr,
-        rstd,
+    own, turned = normed_row(
+        x_ptr + row * stride_xt,
         weight_ptr,
         table_ptr,
         position,
@@ -352,6 +343,8 @@ def _norm_rope_store(
         stride_w,
         stride_ts,
         stride_tr,
+        width,
+        eps,
         CHANNELS,
         TAIL,
         ROTARY,
@@ -407,12 +400,12 @@ def store_records(
         cache_pow_,
         num_groups,
         cache_pow_.shape[0] * cache_pow_.shape[1],
-        cache_pow_.shape[1],
         *x_td.stride(),
         slots_t.stride(0),
         cache_pow_.stride(0),
         *record.places(cache_pow_.shape[1]),
         record.amax_floor,
+        PAGE_SLOTS=cache_pow_.shape[1],
         ROW_GROUPS=row_groups,
         GROUP=record.group,
         BLOCK_GROUPS=launch.groups,
@@ -455,10 +448,10 @@ def load_records(
         x_td,
         num_groups,
         cache_pow.shape[0] * cache_pow.shape[1],
-        cache_pow.shape[1],
         slots_t.stride(0),
         cache_pow.stride(0),
         *record.places(cache_pow.shape[1]),
+        PAGE_SLOTS=cache_pow.shape[1],
         ROW_GROUPS=row_groups,
         GROUP=record.group,
         BLOCK_GROUPS=launch.groups,
@@ -503,7 +496,6 @@ def norm_rope_store(
         cache_pow_,
         tap_td,
         cache_pow_.shape[0] * cache_pow_.shape[1],
-        max(cache_pow_.shape[1], 1),
         table_sr.shape[0],
         *x_td.stride(),
         weight_d.stride(0),
@@ -515,6 +507,7 @@ def norm_rope_store(
         float(d),
         eps,
         record.amax_floor,
+        PAGE_SLOTS=max(cache_pow_.shape[1], 1),
         CHANNELS=d,
         TAIL=triton.next_power_of_2(max(table_sr.shape[1], record.group)),
         ROTARY=table_sr.shape[1],

@@ -243,19 +243,6 @@ def _project(
 
 
 @triton.jit
-def _sum_splits(partial_ptr, total_ptr, count, splits, BLOCK: tl.constexpr):
-    """The partial sums of every row and token, added in ascending order of their split."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    mask = at < count
-    total = tl.zeros([BLOCK], tl.float32)
-    offset = at
-    for _ in range(splits):
-        total += tl.load(partial_ptr + offset, mask=mask, other=0.0)
-        offset += count
-    tl.store(total_ptr + at, total, mask=mask)
-
-
-@triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(x * -1.0))
 
@@ -335,19 +322,28 @@ def _normalise_matrices(
 
 
 @triton.jit
-def _mixed(total_ptr, token, live, tokens, rstd, first, scale, base_ptr):
+def _total(at, live, step, SPLITS: tl.constexpr):
+    """The partial sums of one row, added in ascending order of their split."""
+    total = tl.load(at, mask=live, other=0.0)
+    for _ in range(1, SPLITS):
+        at += step
+        total += tl.load(at, mask=live, other=0.0)
+    return total
+
+
+@triton.jit
+def _mixed(at, live, tokens, step, rstd, scale, base_ptr, SPLITS: tl.constexpr):
     """Four neighbouring coefficients before their gate."""
-    at = total_ptr + first * tokens + token
-    a = tl.load(at, mask=live, other=0.0) * rstd * scale + tl.load(base_ptr + first)
-    b = tl.load(at + tokens, mask=live, other=0.0) * rstd * scale + tl.load(base_ptr + first + 1)
-    c = tl.load(at + 2 * tokens, mask=live, other=0.0) * rstd * scale + tl.load(base_ptr + first + 2)
-    d = tl.load(at + 3 * tokens, mask=live, other=0.0) * rstd * scale + tl.load(base_ptr + first + 3)
+    a = _total(at, live, step, SPLITS) * rstd * scale + tl.load(base_ptr)
+    b = _total(at + tokens, live, step, SPLITS) * rstd * scale + tl.load(base_ptr + 1)
+    c = _total(at + 2 * tokens, live, step, SPLITS) * rstd * scale + tl.load(base_ptr + 2)
+    d = _total(at + 3 * tokens, live, step, SPLITS) * rstd * scale + tl.load(base_ptr + 3)
     return a, b, c, d
 
 
 @triton.jit
 def _finish(
-    total_ptr,
+    partial_ptr,
     scale_ptr,
     base_ptr,
     pre_ptr,
@@ -359,23 +355,26 @@ def _finish(
     eps,
     norm_eps,
     post_scale,
+    SPLITS: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     # 1. the norm; its square sum stands behind the products
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     live = token < tokens
-    row = 4 if HEAD else 24
-    squares = tl.load(total_ptr + row * tokens + token, mask=live, other=0.0)
+    row: tl.constexpr = 4 if HEAD else 24
+    at = partial_ptr + token
+    step = (row + 1) * tokens
+    squares = _total(at + row * tokens, live, step, SPLITS)
     rstd = 1.0 / tl.sqrt_rn(squares / count + norm_eps)
     # 2. how to read
     scale = tl.load(scale_ptr)
-    a, b, c, d = _mixed(total_ptr, token, live, tokens, rstd, 0, scale, base_ptr)
+    a, b, c, d = _mixed(at, live, tokens, step, rstd, scale, base_ptr, SPLITS)
     _store_row(pre_ptr + token * 4, _sigmoid(a) + eps, _sigmoid(b) + eps, _sigmoid(c) + eps, _sigmoid(d) + eps, live)
     if not HEAD:
         # 3. how to write
         scale = tl.load(scale_ptr + 1)
-        a, b, c, d = _mixed(total_ptr, token, live, tokens, rstd, 4, scale, base_ptr)
+        a, b, c, d = _mixed(at + 4 * tokens, live, tokens, step, rstd, scale, base_ptr + 4, SPLITS)
         a, b, c, d = (
             _sigmoid(a) * post_scale,
             _sigmoid(b) * post_scale,
@@ -385,10 +384,10 @@ def _finish(
         _store_row(post_ptr + token * 4, a, b, c, d, live)
         # 4. how to mix
         scale = tl.load(scale_ptr + 2)
-        a0, a1, a2, a3 = _mixed(total_ptr, token, live, tokens, rstd, 8, scale, base_ptr)
-        b0, b1, b2, b3 = _mixed(total_ptr, token, live, tokens, rstd, 12, scale, base_ptr)
-        c0, c1, c2, c3 = _mixed(total_ptr, token, live, tokens, rstd, 16, scale, base_ptr)
-        d0, d1, d2, d3 = _mixed(total_ptr, token, live, tokens, rstd, 20, scale, base_ptr)
+        a0, a1, a2, a3 = _mixed(at + 8 * tokens, live, tokens, step, rstd, scale, base_ptr + 8, SPLITS)
+        b0, b1, b2, b3 = _mixed(at + 12 * tokens, live, tokens, step, rstd, scale, base_ptr + 12, SPLITS)
+        c0, c1, c2, c3 = _mixed(at + 16 * tokens, live, tokens, step, rstd, scale, base_ptr + 16, SPLITS)
+        d0, d1, d2, d3 = _mixed(at + 20 * tokens, live, tokens, step, rstd, scale, base_ptr + 20, SPLITS)
         _sinkhorn(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, comb_ptr, token, live, iters, eps)
 
 
@@ -672,13 +671,8 @@ def _gate(
     gates: Gates,
 ) -> None:
     splits, rows, t = partial.shape
-    total = partial[0]
-    if splits > 1:
-        total = torch.empty_like(total)
-        grid = (triton.cdiv(total.numel(), COLUMNS),)
-        _sum_splits[grid](partial, total, total.numel(), splits, BLOCK=COLUMNS, num_warps=4)
     _finish[(triton.cdiv(t, TOKENS),)](
-        total,
+        partial,
         scale_z,
         base_w,
         *results,
@@ -688,6 +682,7 @@ def _gate(
         gates.eps,
         gates.norm_eps,
         gates.post_scale,
+        SPLITS=splits,
         HEAD=rows == 5,
         BLOCK_T=TOKENS,
         num_warps=1,

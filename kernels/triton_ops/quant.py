@@ -36,42 +36,63 @@ def quant_launch(group: int, groups_per_row: int, *, elements: int = 1024, num_w
 @triton.jit
 def store_scale(amax, floor, sf_ptrs, mask, MAX: tl.constexpr, SCALE: tl.constexpr):
     """Write the scales of `amax`; return the fp32 values that the bytes stand for."""
-    exact = tl.div_rn(tl.maximum(amax, floor), MAX)
+    amax = tl.maximum(amax, floor)
     if SCALE == "ue8m0":
-        # up to a power of two by the exponent field; exact is a normal number, the floor sees to it
-        byte = ((exact.to(tl.int32, bitcast=True) - 1) >> 23) + 1
+        byte = ue8m0_byte(amax, MAX)
         tl.store(sf_ptrs, byte.to(tl.uint8), mask=mask)
         scale = (byte << 23).to(tl.float32, bitcast=True)
     elif SCALE == "pow2_f32":
-        scale = ((((exact.to(tl.int32, bitcast=True) - 1) >> 23) + 1) << 23).to(tl.float32, bitcast=True)
+        scale = (ue8m0_byte(amax, MAX) << 23).to(tl.float32, bitcast=True)
         tl.store(sf_ptrs, scale, mask=mask)
     elif SCALE == "e4m3":
-        narrow = tl.minimum(exact, 448.0).to(tl.float8e4nv)
+        narrow = tl.minimum(share_of(amax, MAX), 448.0).to(tl.float8e4nv)
         tl.store(sf_ptrs, narrow, mask=mask)
         scale = narrow.to(tl.float32)
     else:
-        tl.store(sf_ptrs, exact, mask=mask)
-        scale = exact
+        scale = share_of(amax, MAX)
+        tl.store(sf_ptrs, scale, mask=mask)
     return scale
 
 
 @triton.jit
-def quotient(x, scale, SCALE: tl.constexpr, SHORT: tl.constexpr):
-    """x / scale, correctly rounded; the sign of a zero may be lost unless the scale is a power of two.
+def ue8m0_byte(amax, MAX: tl.constexpr):
+    """The exponent of the least power of two that is amax / MAX or more; the floor keeps it normal.
+
+    amax <= MAX · 2^k for whole bits of both, without a division: rounding its result to fp32 changes no comparison.
+    """
+    limit = tl.full(amax.shape, MAX, tl.float32).to(tl.int32, bitcast=True)
+    return (amax.to(tl.int32, bitcast=True) - limit + 0x3FFFFFFF) >> 23
+
+
+@triton.jit
+def share_of(amax, MAX: tl.constexpr):
+    """amax / MAX, correctly rounded: tried for every fp32 significand by 6 and by 448; from 2^-90 on, as `quotient`."""
+    inverse = tl.full(amax.shape, 1.0 / MAX, tl.float32)
+    divisor = tl.full(amax.shape, -MAX, tl.float32)
+    value = amax * inverse
+    value = tl.fma(tl.fma(value, divisor, amax), inverse, value)
+    return tl.fma(tl.fma(value, divisor, amax), inverse, value)
+
+
+@triton.jit
+def quotient(x, scale, SCALE: tl.constexpr, CORRECTIONS: tl.constexpr):
+    """x / scale, within two ulps, or correctly rounded after two corrections, which may lose the sign of a zero.
 
     A power of two, 2^-126 to 2^126 as floors make it, has an exact inverse. By any other scale, 2^-90 to 2^126, the
     product with the rounded inverse is corrected by its remainder, instead of one division for each element. Twice: the
     first correction leaves a faithful quotient, the second the nearest. An x that came from 16 bits needs the first
-    alone: tried for every significand of 8 and 11 bits by every fp32 one.
+    alone: tried for every significand of 8 and 11 bits by every fp32 one. The four bits of an e4m3 scale do with an
+    inverse that is off by two ulps, and so does a quotient that is not corrected.
     """
     if SCALE == "ue8m0" or SCALE == "pow2_f32":
         value = x * (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     else:
-        inverse = tl.zeros(x.shape, tl.float32) + tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        one = tl.full(scale.shape, 1.0, tl.float32)
+        inverse = tl.div_rn(one, scale) if CORRECTIONS and SCALE == "f32" else one / scale
+        inverse = tl.zeros(x.shape, tl.float32) + inverse
         divisor = tl.zeros(x.shape, tl.float32) + scale * -1.0
         value = x * inverse
-        value = tl.fma(tl.fma(value, divisor, x), inverse, value)
-        if not SHORT:
+        for _ in tl.static_range(CORRECTIONS):
             value = tl.fma(tl.fma(value, divisor, x), inverse, value)
     return value
 
@@ -93,13 +114,16 @@ def e4m3_value(byte, BITS: tl.constexpr):
 
 
 @triton.jit
-def e4m3_codes(x, scale, SCALE: tl.constexpr):
-    """x / scale as e4m3. Only a scale that saturated leaves more than 448, which a cast makes NaN on some devices."""
+def e4m3_codes(x, scale, SCALE: tl.constexpr, EXACT: tl.constexpr = True):
+    """x / scale as e4m3, the quotient within two ulps unless it is to be exact.
+
+    Only a scale that saturated leaves more than 448, which a cast makes NaN on some devices.
+    """
     wide = x.to(tl.float32)
-    value = quotient(wide, scale, SCALE, x.dtype != tl.float32)
+    value = quotient(wide, scale, SCALE, (2 if x.dtype == tl.float32 else 1) if EXACT else 0)
     if SCALE == "e4m3":
         value = tl.minimum(tl.maximum(value, -448.0), 448.0)
-    if SCALE != "ue8m0" and SCALE != "pow2_f32":
+    if SCALE != "ue8m0" and SCALE != "pow2_f32" and EXACT:
         sign = wide.to(tl.int32, bitcast=True) & -0x80000000
         value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return value.to(tl.float8e4nv)
@@ -109,14 +133,15 @@ def e4m3_codes(x, scale, SCALE: tl.constexpr):
 def e2m1_codes(x, scale, SCALE: tl.constexpr):
     """x / scale as an e2m1 code 0 … 15: midpoints go to the code with an even mantissa bit, zero keeps its sign."""
     wide = x.to(tl.float32)
-    size = quotient(tl.abs(wide), scale, SCALE, x.dtype != tl.float32)
-    # codes ascend by 1 for 1/2 up to 2, for 1 up to 4, for 2 up to 6: of three straight lines the lowest one. Each is
-    # rounded to a whole number, ties to even, in the last bits of a sum with 1.5 · 2^23
-    low = (size * 2.0 + 12582912.0).to(tl.int32, bitcast=True)
-    middle = (size + 12582914.0).to(tl.int32, bitcast=True)
-    high = (size * 0.5 + 12582916.0).to(tl.int32, bitcast=True)
-    code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 0x4B400007)) - 0x4B400000
-    return code | (wide.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True) & 8
+    size = quotient(tl.abs(wide), scale, SCALE, 2 if x.dtype == tl.float32 else 1)
+    # codes ascend by 1 for 1/2 up to 2, for 1 up to 4, for 2 up to 6, ties to even. So do the last bits of a sum with
+    # 2^23 - 2 up to 4, halves below 2^23 and ones above, and those of half the size and 2^23 beyond: the lower of both
+    low = (size + 8388606.0).to(tl.int32, bitcast=True)
+    high = (size * 0.5 + 8388608.0).to(tl.int32, bitcast=True)
+    if SCALE != "ue8m0" and SCALE != "pow2_f32":
+        high = tl.minimum(high, 0x4B000003)  # the scale was rounded, and may have been too small
+    sign = (wide.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True) & 8
+    return ((tl.minimum(low, high) & 7) ^ 4) | sign
 
 
 @triton.jit
@@ -143,11 +168,11 @@ def _quantize_rows(
     codes_ptr,
     sf_ptr,
     num_rows,
-    groups_per_row,
     stride_xt,
     stride_xm,
     floor,
     GROUP: tl.constexpr,
+    ROW_GROUPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
     MAX: tl.constexpr,
@@ -156,10 +181,10 @@ def _quantize_rows(
 ):
     # 1. a group to a line; neighbouring programs take the same rows
     line, item = tl.arange(0, TILE_ROWS * TILE_GROUPS), tl.arange(0, GROUP)
-    tiles = groups_per_row // TILE_GROUPS
+    tiles: tl.constexpr = ROW_GROUPS // TILE_GROUPS
     row = (tl.program_id(0) // tiles).to(tl.int64) * TILE_ROWS + line // TILE_GROUPS
     in_row = (tl.program_id(0) % tiles) * TILE_GROUPS + line % TILE_GROUPS
-    group = row * groups_per_row + in_row
+    group = row * ROW_GROUPS + in_row
     in_range = row < num_rows
     x_ptrs = x_ptr + (row * stride_xt + in_row.to(tl.int64) * GROUP * stride_xm)[:, None]
     x_ptrs += item.to(tl.int64)[None, :] * stride_xm
@@ -288,16 +313,18 @@ def quantize(
             num_warps=8 if rows * group > 4096 else 2,
         )
         return codes, sf
-    launch = quant_launch(group, sf_shape[1], num_warps=1 if code == "e2m1" else 2)
+    launch = quant_launch(group, sf_shape[1])
+    if code == "e2m1":
+        launch = quant_launch(group, sf_shape[1], elements=2048, num_warps=1)
     _quantize_rows[(triton.cdiv(t, launch.rows) * (sf_shape[1] // launch.groups),)](
         x_tm,
         codes,
         sf,
         t,
-        sf_shape[1],
         *strides,
         amax_floor,
         GROUP=group,
+        ROW_GROUPS=sf_shape[1],
         TILE_ROWS=launch.rows,
         TILE_GROUPS=launch.groups,
         MAX=max_value,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import require_runnable
-from .kv_cache import _e4m3_byte, _place, _scale_byte, _store_tap, fused_launch, normed_row, turned_tail
+from .kv_cache import _e4m3_byte, _place, _scale_byte, _store_tap, fused_launch, normed_row
 from .quant import e4m3_value, quotient, ue8m0_value
 from .split_softmax import arch_of
 from .wide_records import E4M3_MAX, WideRecord, wide_views
@@ -28,7 +28,6 @@ def _norm_rope_store_v4(
     tail_ptr,
     tap_ptr,
     num_entries,
-    page_slots,
     num_positions,
     stride_xt,
     stride_xd,
@@ -44,6 +43,7 @@ def _norm_rope_store_v4(
     tail_start,
     eps,
     floor,
+    PAGE_SLOTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     LINE: tl.constexpr,
     TAP: tl.constexpr,
@@ -54,14 +54,11 @@ def _norm_rope_store_v4(
     position = tl.load(positions_ptr + row * stride_p).to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_s).to(tl.int64)
     is_stored = (slot >= 0) & (slot < num_entries)
-    page_at, slot = _place(slot, is_stored, page_slots, stride_page)
+    page_at, slot = _place(slot, is_stored, PAGE_SLOTS, stride_page)
     record = page_at + slot * code_step
     # 2. the row, normalised, and its tail, rotated
-    x_ptr += row * stride_xt
-    own, rstd = normed_row(x_ptr, weight_ptr, stride_xd, stride_w, CHANNELS, eps, CHANNELS)
-    turned = turned_tail(
-        x_ptr,
-        rstd,
+    own, turned = normed_row(
+        x_ptr + row * stride_xt,
         weight_ptr,
         table_ptr,
         position,
@@ -71,24 +68,26 @@ def _norm_rope_store_v4(
         stride_ts,
         stride_tr,
         CHANNELS,
+        eps,
+        CHANNELS,
         LINE,
         LINE,
     )
     # 3. codes and scales of seven lines, the zero byte behind them
     part = tl.arange(0, CHANNELS // LINE)
-    groups = tl.reshape(own, [CHANNELS // LINE, LINE])
+    groups = tl.reshape(own.to(tl.float32), [CHANNELS // LINE, LINE])
     is_coded = part < CHANNELS // LINE - 1
     byte = tl.where(is_coded, _scale_byte(tl.max(tl.abs(groups), axis=1), floor, E4M3_MAX, False, BITS), 0)
     mask = is_stored & (part >= 0)
     tl.store(cache_ptr + page_at + scale_start + slot * scale_step + part, byte.to(tl.uint8), mask=mask)
     scale = ue8m0_value(byte)[:, None]
-    codes = _e4m3_byte(quotient(groups, scale, "ue8m0", False), BITS)
+    codes = _e4m3_byte(quotient(groups, scale, "ue8m0", 0), BITS)
     code_ptrs = cache_ptr + record + part[:, None] * LINE + tl.arange(0, LINE)[None, :]
     tl.store(code_ptrs, codes.to(tl.uint8), mask=(is_stored & is_coded)[:, None])
     # 4. the tail as it is
     channel = tl.arange(0, LINE)
     tail_ptrs = tail_ptr + (record + tail_start) // 2 + channel
-    tl.store(tail_ptrs, turned.to(tl.bfloat16), mask=is_stored & (channel >= 0))
+    tl.store(tail_ptrs, turned, mask=is_stored & (channel >= 0))
     # 5. the row on its way
     tap_ptr += row * CHANNELS
     if TAP == "norm":
@@ -137,7 +136,6 @@ def norm_rope_store_v4(
         tail_pw,
         tap_td,
         cache_pow_.shape[0] * cache_pow_.shape[1],
-        slots,
         table_sr.shape[0],
         *x_td.stride(),
         weight_d.stride(0),
@@ -148,6 +146,7 @@ def norm_rope_store_v4(
         *record.places(slots),
         eps,
         record.amax_floor,
+        PAGE_SLOTS=slots,
         CHANNELS=d,
         LINE=record.group,
         TAP=tap,

@@ -92,7 +92,6 @@ def _store_wide(
     tail_ptr,
     num_rows,
     num_entries,
-    page_slots,
     stride_xt,
     stride_xd,
     stride_s,
@@ -102,6 +101,7 @@ def _store_wide(
     scale_step,
     tail_start,
     floor,
+    PAGE_SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -119,7 +119,7 @@ def _store_wide(
     part = (line % LINES).to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_s, mask=row < num_rows, other=-1).to(tl.int64)
     is_stored = (slot >= 0) & (slot < num_entries)
-    page_at, slot = _place(slot, is_stored, page_slots, stride_page)
+    page_at, slot = _place(slot, is_stored, PAGE_SLOTS, stride_page)
     # 2. scales and codes; rows that are not stored are not read
     channel = tl.arange(0, GROUP).to(tl.int64)
     x_at = (x_ptr + row * stride_xt)[:, None] + (part[:, None] * GROUP + channel[None, :]) * stride_xd
@@ -135,7 +135,7 @@ def _store_wide(
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         slot = tl.load(slots_ptr + row * stride_s, mask=row < num_rows, other=-1).to(tl.int64)
         is_stored = (slot >= 0) & (slot < num_entries)
-        page_at, slot = _place(slot, is_stored, page_slots, stride_page)
+        page_at, slot = _place(slot, is_stored, PAGE_SLOTS, stride_page)
         channel = tl.arange(0, TAIL_PAD).to(tl.int64)
         mask = is_stored[:, None] & (channel < TAIL)[None, :]
         x_at = (x_ptr + row * stride_xt)[:, None] + (GROUPS * GROUP + channel)[None, :] * stride_xd
@@ -153,13 +153,13 @@ def _load_wide(
     x_ptr,
     num_rows,
     num_entries,
-    page_slots,
     stride_s,
     stride_page,
     code_step,
     scale_start,
     scale_step,
     tail_start,
+    PAGE_SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -175,7 +175,7 @@ def _load_wide(
     part = (line % LINES).to(tl.int64)
     slot = tl.load(slots_ptr + row * stride_s, mask=row < num_rows, other=-1).to(tl.int64)
     is_there = (slot >= 0) & (slot < num_entries)
-    page_at, slot = _place(slot, is_there, page_slots, stride_page)
+    page_at, slot = _place(slot, is_there, PAGE_SLOTS, stride_page)
     # 2. code times scale, the only rounding
     channel = tl.arange(0, GROUP).to(tl.int64)
     coded = is_there & (part < GROUPS)
@@ -194,7 +194,7 @@ def _load_wide(
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         slot = tl.load(slots_ptr + row * stride_s, mask=row < num_rows, other=-1).to(tl.int64)
         is_there = (slot >= 0) & (slot < num_entries)
-        page_at, slot = _place(slot, is_there, page_slots, stride_page)
+        page_at, slot = _place(slot, is_there, PAGE_SLOTS, stride_page)
         channel = tl.arange(0, TAIL_PAD).to(tl.int64)
         in_tail = (channel < TAIL)[None, :]
         tail_at = (tail_ptr + (page_at + slot * code_step + tail_start) // 2)[:, None] + channel[None, :]
@@ -241,12 +241,12 @@ def store_wide(
         *views,
         x_td.shape[0],
         cache_pow_.shape[0] * cache_pow_.shape[1],
-        cache_pow_.shape[1],
         *x_td.stride(),
         slots_t.stride(0),
         views[0].stride(0),
         *record.places(cache_pow_.shape[1]),
         record.amax_floor,
+        PAGE_SLOTS=cache_pow_.shape[1],
         ROWS=launch.rows,
         GROUPS=record.channels // record.group,
         GROUP=record.group,
@@ -292,10 +292,10 @@ def load_wide(
         x_td,
         slots_t.shape[0],
         cache_pow.shape[0] * cache_pow.shape[1],
-        cache_pow.shape[1],
         slots_t.stride(0),
         views[0].stride(0),
         *record.places(cache_pow.shape[1]),
+        PAGE_SLOTS=cache_pow.shape[1],
         ROWS=launch.rows,
         GROUPS=record.channels // record.group,
         GROUP=record.group,

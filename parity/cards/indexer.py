@@ -24,6 +24,8 @@ from ..relations import Context, Variant, batch_invariant, row_chunks
 from ..rules import Bitwise, Budget, Close, Codes, OneRounding, Rule
 
 _ADDRESS = "one 64-bit address waits in local memory: 4 loads and stores outside the products"
+_CODES = "64 registers a thread: four words of the codes spill"
+SPILT_CODES = {"sm100": Expect(mma=None, max_stack=16, reason=_CODES)}
 SPILT_ADDRESS = {"sm100": Expect(mma="tcgen05", max_stack=8, reason=_ADDRESS)}
 
 _mutant, _control = variants("indexer")
@@ -619,7 +621,7 @@ QUERIES = Op(
             name="h32",
             kernel="deeptwin.kernels.triton_ops.indexer:_index_queries",
             launch="deeptwin.parity.builds.launches.indexer:queries",
-            expect=NO_PRODUCT | VECTOR,
+            expect=NO_PRODUCT | VECTOR | SPILT_CODES,
         ),
     ),
     peers=(
