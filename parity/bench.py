@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from .card import Candidate, Inputs, Op, load_card, resolve
 from .device_draws import DeviceDraws
 from .environment import facts, family, fixed_numerics
+from .guard import taken_arguments
 from .house import worker_environment
 from .judge import judge
 from .oracles import OracleSet
@@ -173,11 +175,8 @@ def _timed(bench: Bench, op: Op, row: Candidate, inputs: Inputs, rows: list[int]
     function = resolve(row.function)
     known = inspect.signature(function).parameters
     promised = {name: value for name, value in bench.promises.items() if name in known}
-
-    def call() -> Any:
-        return function(**inputs, **promised)
-
     try:
+        call = partial(function, **taken_arguments(inputs, known), **promised)
         before = _verdict(call(), op, rows, oracles, row)
         with _plain_memory():
             ms, graph_ms = _median_ms(call), _graph_ms(call)

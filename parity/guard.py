@@ -8,7 +8,7 @@ must be new tensors. What a clean result does not prove: a write far outside the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -93,13 +93,8 @@ class Call:
     def __call__(self, inputs: Inputs, *, out_like: Outputs | None = None) -> Outputs:
         """Run once. With `out_like` (outputs of an earlier call) the results go to guarded, poisoned buffers."""
         guarded: list[GuardedTensor] = []
-        arguments = {name: self._guard(name, value, guarded) for name, value in inputs.items()}
-        if "dtype" in arguments and "dtype" not in self.parameters:
-            if arguments["dtype"] is not torch.bfloat16:
-                raise NotImplementedError(
-                    f"dtype: the candidate has no dtype parameter, the case needs {arguments['dtype']}"
-                )
-            del arguments["dtype"]
+        taken = taken_arguments(inputs, self.parameters)
+        arguments = {name: self._guard(name, value, guarded) for name, value in taken.items()}
         buffers: list[GuardedTensor] = []
         if out_like is not None and self.has_out:
             buffers = [GuardedTensor.poisoned_like(name, out_like[name], self.device) for name in self.returned]
@@ -166,6 +161,19 @@ class Call:
 def _stored(value: Tensor, output: Output, arguments: Inputs) -> Tensor:
     # the reference returns its carrier dtype; as a candidate it stores what the card declares
     return value.to(output.dtype if output.dtype is not None else arguments["dtype"])
+
+
+def taken_arguments(inputs: Inputs, parameters: Collection[str]) -> Inputs:
+    """What a candidate is called with: all but a `dtype` that it does not take.
+
+    Raises:
+        NotImplementedError: it takes none, and another than bf16 is asked for.
+    """
+    if "dtype" not in inputs or "dtype" in parameters:
+        return inputs
+    if inputs["dtype"] is not torch.bfloat16:
+        raise NotImplementedError(f"dtype: the candidate has no dtype parameter, the case needs {inputs['dtype']}")
+    return {name: value for name, value in inputs.items() if name != "dtype"}
 
 
 def accepted_parameters(function: Callable[..., Any], op: Op) -> set[str]:

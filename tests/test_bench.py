@@ -33,6 +33,7 @@ def test_a_bench_draws_what_its_operation_takes(one: bench.Bench) -> None:
     inputs = one.draw(DeviceDraws("meta"))
     parameters = dict(inspect.signature(resolve(op.reference)).parameters)
     needed = [name for name, p in parameters.items() if name != "num" and p.default is p.empty]
+    needed += ["dtype"] if any(output.dtype is None for output in op.outputs) else []  # judging asks for it
     assert set(needed) <= set(inputs) <= set(parameters)
     read = sum(x.nbytes for name, x in inputs.items() if isinstance(x, Tensor) and name not in GATHERED)
     assert one.flops or one.bytes >= read

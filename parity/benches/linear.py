@@ -82,6 +82,7 @@ def _experts(experts: int, each: int, features: int, width: int) -> Bench:
             "group_sizes_e": draws.full(each, experts),
             "x_fmt": FP8_1X128,
             "w_fmt": FP8_128X128,
+            "dtype": torch.bfloat16,
         }
 
     return Bench(

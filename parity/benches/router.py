@@ -25,6 +25,7 @@ def _route(tokens: int, config: RouterConfig) -> Bench:
             "image_mask_t": None,
             "mask_t": None,
             "config": config,
+            "dtype": torch.float32,
         }
 
     return Bench(
