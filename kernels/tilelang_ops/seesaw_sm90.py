@@ -1,4 +1,4 @@
-"""Attention on SM90 by specialised warps, the group's own block first: another schedule than `roles_sm90.py`.
+"""Attention on SM90 by specialised warps, the group's own block first: another schedule than `turns_sm90.py`.
 
 Blocks of 64 keys go through two buffers, the even ones through the first, the odd ones through the second. The first
 group scores the even blocks and keeps the left half of the values, the second group the odd ones and the right half. A
