@@ -144,7 +144,7 @@ class _ArrayPool:
         after = self.tokens[first] + second if action == PoolAction.GROW else self.tokens[first] - second
         if action == PoolAction.FREE:
             after = 0
-        if after < 0:
+        if after < 0 or (action == PoolAction.SHRINK and self._is_shared(first, after)):
             return PoolAnswer.REFUSED, 0, 0
         need = -(-after // self.block)
         more = need - self.used[first]
@@ -159,6 +159,13 @@ class _ArrayPool:
             self.table[first, need:] = -1
         self.used[first], self.tokens[first] = need, after
         return PoolAnswer.DONE, 0, 0
+
+    def _is_shared(self, table: int, tokens: int) -> bool:
+        """Whether the block that so many tokens end within belongs to another table too."""
+        if tokens % self.block == 0:
+            return False
+        last = self.table[table, tokens // self.block].long()
+        return bool(self.count[last] - self.pins[last] > 1)
 
     def _fork(self, first: int, second: int) -> tuple[int, int, int]:
         if self.used[second]:

@@ -86,11 +86,18 @@ class BlockTables:
         """Fewer tokens; blocks that hold none any more go back, the last one first.
 
         Raises:
-            ValueError: the table holds fewer.
+            ValueError: the table holds fewer, or a block that another table holds too would be written to again.
         """
         if tokens > self.tokens[table]:
             raise ValueError(f"tokens: expected at most {self.tokens[table]}, got {tokens}")
-        self.tokens[table] -= tokens
+        left = self.tokens[table] - tokens
+        if left % self.block:
+            last = self.rows[table][left // self.block]
+            if self.pool.held[last] - self.pins[last] > 1:
+                raise ValueError(
+                    f"tokens: expected to leave shared block {last} full, got {left % self.block} tokens left in it"
+                )
+        self.tokens[table] = left
         while len(self.rows[table]) > self._blocks(self.tokens[table]):
             self.pool.unpin(self.rows[table].pop())
 

@@ -153,6 +153,18 @@ def test_worked_lines_of_a_pool() -> None:
         assert free.tolist() == [7, 3, 4, 2, 1, 6, -1, -1]
 
 
+def test_a_table_is_not_cut_within_a_block_that_a_fork_shares() -> None:
+    pool = BlockPool(6)
+    tables = BlockTables(2, pool=pool, block=3)
+    assert tables.grow(0, 6)
+    assert tables.fork(0, 1) == (0, 0)
+    with pytest.raises(ValueError, match="tokens: expected to leave shared block 2 full, got 2 tokens left in it"):
+        tables.shrink(0, 1)
+    assert (tables.rows, tables.tokens) == ([[1, 2], [1, 2]], [6, 6])
+    tables.shrink(0, 3)
+    assert (tables.rows, tables.tokens, pool.held) == ([[1], [1, 2]], [3, 6], {1: 2, 2: 1})
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(2, 12),
