@@ -94,7 +94,7 @@ def score_program(num_heads: int, width: int):
                     T.fill(top, LOWEST)
                     for now in T.unroll(2):
                         if (pair * 2 + now) * KEYS < keys:
-                            score_block(shared, now, pair % 2, score, tail, True, True)
+                            score_block(shared, now, pair % 2, score, tail)
                             mask_block(shared, now, pair % 2, score)
                             for half in T.unroll(2):  # nobody sums the values
                                 T.barrier_arrive(shared.free[half_of(half, now)])

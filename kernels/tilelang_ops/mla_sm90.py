@@ -159,8 +159,6 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                         block_total,
                         split,
                         tail,
-                        True,
-                        True,
                     )
                     if chained:
                         merge_split(
@@ -213,8 +211,6 @@ def decode_program(num_heads: int, width: int, *, chained: bool, roles: Roles | 
                         block_total_right,
                         split,
                         tail,
-                        True,
-                        True,
                     )
                     if chained:
                         merge_split(

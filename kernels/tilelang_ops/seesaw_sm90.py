@@ -168,23 +168,21 @@ def free_half(shared, half, now):
 
 
 @T.macro
-def score_half(shared, half, now, phase, score, fresh, loose):
+def score_half(shared, half, now, phase, score, fresh):
     """Start the product of queries with half a block."""
     T.barrier_wait(shared.ready[half_of(half, now)], phase)
-    if loose:
-        T.fence_proxy_async()
+    T.fence_proxy_async()
     T.wgmma_gemm(shared.q[half, :, :], shared.key[half, now, :, :], score, transpose_B=True, clear_accum=fresh)
 
 
 @T.macro
-def score_block(shared, now, phase, score, tail, loose, loose_tail):
+def score_block(shared, now, phase, score, tail):
     """Scores of a block, which begin with the half that comes first."""
-    score_half(shared, now, now, phase, score, True, loose)
-    score_half(shared, 1 - now, now, phase, score, False, loose)
+    score_half(shared, now, now, phase, score, True)
+    score_half(shared, 1 - now, now, phase, score, False)
     if tail:
         T.barrier_wait(shared.tail_ready[now], phase)
-        if loose_tail:
-            T.fence_proxy_async()
+        T.fence_proxy_async()
         T.wgmma_gemm(shared.q_tail, shared.key_tail[now, :, :], score, transpose_B=True)
     T.wait_wgmma(0)
     free_half(shared, 1 - now, now)
@@ -240,12 +238,11 @@ def leave_weights(shared, now, weight, scored, phase):
 
 
 @T.macro
-def add_other(shared, now, half, phase, sums, loose):
+def add_other(shared, now, half, phase, sums):
     """Add the product of the weights that the other group left with a half of their block."""
     T.barrier_wait(shared.weight_ready[now], phase)
     T.barrier_wait(shared.ready[half_of(half, now)], phase)
-    if loose:
-        T.fence_proxy_async()
+    T.fence_proxy_async()
     T.wgmma_gemm(shared.weight[now, :, :], shared.key[half, now, :, :], sums)
     T.wait_wgmma(0)
     free_half(shared, half, now)
@@ -266,8 +263,6 @@ def first_group(
     block_total,
     turn,
     tail,
-    loose,
-    loose_tail,
 ):
     """Score the even blocks and sum the left half of the values; `top` and `total` end as those of the row.
 
@@ -280,7 +275,7 @@ def first_group(
     T.fence_proxy_async()
     for pair in T.serial(T.ceildiv(blocks, 2)):
         phase = pair % 2
-        score_block(shared, 0, phase, score, tail, loose, loose_tail)
+        score_block(shared, 0, phase, score, tail)
         mask_block(shared, 0, phase, score)
         find_top(score, block_top, scale_log2)
         for h in T.Parallel(HEADS):
@@ -305,7 +300,7 @@ def first_group(
             T.copy(score, weight)
             leave_weights(shared, 0, weight, shared.top_ready, phase)
             scale_sums(left, shrink)
-            add_other(shared, 1, 0, phase, left, loose)
+            add_other(shared, 1, 0, phase, left)
         else:
             leave_weights(shared, 0, weight, shared.top_ready, phase)
     T.copy(total, shared.state[2, :])
@@ -331,8 +326,6 @@ def second_group(
     block_total,
     turn,
     tail,
-    loose,
-    loose_tail,
 ):
     """Score the odd blocks and sum the right half of the values; otherwise as `first_group`."""
     T.fill(top, LOWEST)
@@ -343,7 +336,7 @@ def second_group(
     for pair in T.serial(T.ceildiv(blocks, 2)):
         phase = pair % 2
         if pair * 2 + 1 < blocks:
-            score_block(shared, 1, phase, score, tail, loose, loose_tail)
+            score_block(shared, 1, phase, score, tail)
             T.barrier_arrive(shared.scored)
             mask_block(shared, 1, phase, score)
             find_top(score, block_top, scale_log2)
@@ -367,7 +360,7 @@ def second_group(
             for h in T.Parallel(HEADS):
                 total[h] = total[h] * shrink[h]
             scale_sums(right, shrink)
-        add_other(shared, 0, 1, phase, right, loose)
+        add_other(shared, 0, 1, phase, right)
     T.barrier_wait(shared.total_ready[0], turn % 2)
     T.copy(shared.state[2, :], block_total)
     T.copy(total, shared.state[3, :])

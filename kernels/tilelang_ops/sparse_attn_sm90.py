@@ -121,8 +121,6 @@ def attend_program(
                     block_total,
                     0,
                     tail,
-                    True,
-                    True,
                 )
                 for h in T.Parallel(HEADS):
                     lse_th[token, head0 + h] = (top[h] + T.log2(total[h])) * LN_2
@@ -146,8 +144,6 @@ def attend_program(
                     block_total_right,
                     0,
                     tail,
-                    True,
-                    True,
                 )
                 divide_sums(right, top_right, total_right, shrink_right, sink_h, head0, has_sink)
                 T.copy(right, shared.q[1, :, :])

@@ -303,8 +303,6 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
                     block_total,
                     0,
                     TAIL,
-                    True,
-                    True,
                 )
                 for h in T.Parallel(HEADS):
                     lse_th[token, head0 + h] = (top[h] + T.log2(total[h])) * LN_2
@@ -328,8 +326,6 @@ def sparse_mla_program(num_heads: int, *, has_length: bool, roles: Roles | None 
                     block_total_right,
                     0,
                     TAIL,
-                    True,
-                    True,
                 )
                 divide_sums(right, top_right, total_right, shrink_right, lse_th, head0, False)
                 T.copy(right, shared.q[1, :, :])
