@@ -189,8 +189,12 @@ def draw_hits(case: KeyCase, rng: np.random.Generator) -> Inputs:
 def draw_pool(case: PoolCase, rng: np.random.Generator) -> Inputs:
     """Lines of every kind; small pools are full most of the time."""
     kinds = {"normal": (5, 2, 2, 2, 1, 2), "forks": (3, 2, 6, 2, 1, 1), "pins": (3, 2, 1, 1, 4, 5)}
-    weights = np.array(kinds[case.regime], dtype=np.float64)
-    rows = []
+    weights = np.array(kinds.get(case.regime, kinds["normal"]), dtype=np.float64)
+    rows: list[tuple[int, int, int]] = []
+    if case.regime == "cuts":
+        # a table cut within a block that its fork shares, then between two, then within its own
+        rows += [(PoolAction.GROW, 0, 2 * case.block), (PoolAction.FORK, 0, 1), (PoolAction.SHRINK, 0, 1)]
+        rows += [(PoolAction.SHRINK, 0, case.block), (PoolAction.GROW, 0, 2), (PoolAction.SHRINK, 0, 1)]
     for action in rng.choice(len(PoolAction), case.lines, p=weights / weights.sum()):
         on_block = action in (PoolAction.PIN, PoolAction.UNPIN)
         first = int(rng.integers(-1, case.blocks + 2)) if on_block else int(rng.integers(case.tables))
@@ -318,6 +322,7 @@ def cases_pool(full: bool) -> list[PoolCase]:
         base,
         replace(base, regime="forks"),
         replace(base, regime="pins"),
+        replace(base, regime="cuts"),
         replace(base, blocks=30, regime="forks"),
     ]
     found += [replace(base, blocks=2, block=1), replace(base, lines=0), replace(base, blocks=12, block=128)]
@@ -576,6 +581,7 @@ POOL = Op(
         _mutant("pool_double_free", "U34", "a block that nobody pinned is freed under a table"),
         _mutant("pool_null_block_used", "U74", "block 0 is handed out"),
         _mutant("pool_partial_block_shared", "U34", "a fork shares the last, partial block: both write it"),
+        _mutant("pool_cut_within_shared_block", "U34", "a table is cut within a block that its fork reads"),
         _mutant("pool_forks_not_counted", "U34", "a fork does not count its references"),
         _mutant("pool_leaks_when_full", "U28", "a request that has to wait keeps what it found"),
         _mutant("pool_waits_for_ever", "U19", "more blocks than there are is waited for"),

@@ -103,6 +103,7 @@ class PoolFaults:
     double_free: bool = False
     null: bool = False
     share_partial: bool = False
+    cut_shared: bool = False
     count_forks: bool = True
     leak: bool = False
     endless: bool = False
@@ -152,7 +153,7 @@ class _Pool:
         if action == 2:
             return self.fork(first, second)
         after = self.tokens[first] + second if action == 0 else self.tokens[first] - second if action == 3 else 0
-        if after < 0:
+        if after < 0 or (action == 3 and not self.faults.cut_shared and self.is_shared(first, after)):
             return [-2, 0, 0]
         need = -(-after // self.block)
         if action == 0:
@@ -170,6 +171,10 @@ class _Pool:
                 self.give(block)
         self.tokens[first] = after
         return [0, 0, 0]
+
+    def is_shared(self, table: int, tokens: int) -> bool:
+        block = self.table[table][tokens // self.block] if tokens % self.block else 0
+        return self.refs[block] - self.pins[block] > 1
 
     def fork(self, first: int, second: int) -> list[int]:
         if self.table[second]:
@@ -498,6 +503,7 @@ pool_tables_freed_forwards = pool_with(PoolFaults(reverse=False))
 pool_double_free = pool_with(PoolFaults(double_free=True))
 pool_null_block_used = pool_with(PoolFaults(null=True))
 pool_partial_block_shared = pool_with(PoolFaults(share_partial=True))
+pool_cut_within_shared_block = pool_with(PoolFaults(cut_shared=True))
 pool_forks_not_counted = pool_with(PoolFaults(count_forks=False))
 pool_leaks_when_full = pool_with(PoolFaults(leak=True))
 pool_waits_for_ever = pool_with(PoolFaults(endless=True))
